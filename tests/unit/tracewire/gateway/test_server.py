@@ -1,0 +1,137 @@
+"""Where a gateway binds, its TLS, and how it stops."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from tests.support.bus_engine import Stage
+from tests.support.redis.certificates import Certificates
+from tests.support.sse import events
+from tests.support.until import until
+from tracewire import Client
+from tracewire.gateway.keys import RIGHTS, InvalidKeys, entry_of
+from tracewire.gateway.server import Binding, Server, is_loopback
+from tracewire.gateway.settings import Settings
+
+Engine = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("example.org", False)),
+    ],
+)
+def test_what_is_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+def test_only_loopback_is_served_without_keys(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no keys"):
+        Server(Settings(url="redis://localhost"), Binding(host="0.0.0.0", port=0))
+    file = tmp_path / "keys.toml"
+    with pytest.raises(FileNotFoundError):
+        Server(Settings(url="redis://localhost", keys=file), Binding(host="0.0.0.0", port=0))
+    file.write_text("")
+    with pytest.raises(InvalidKeys):
+        Server(Settings(url="redis://localhost", keys=file), Binding(host="0.0.0.0", port=0))
+    file.write_text(entry_of("k", "root", RIGHTS, ""))
+    server = Server(Settings(url="redis://localhost", keys=file), Binding(host="0.0.0.0", port=0))
+    server._socket.close()
+
+
+@pytest.mark.parametrize("given", [{"certificate": "c"}, {"certificate_key": "k"}, {"client_ca": "a"}])
+def test_tls_options_come_together(given: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="tls"):
+        Server(Settings(url="redis://localhost"), Binding(port=0, **{name: Path(one) for name, one in given.items()}))
+
+
+async def running(stage: Stage) -> None:
+    """A token, and the next once it is steered."""
+    await stage.accept()
+    await stage.output("one")
+    await stage.steered()
+    await stage.output(" two", finish_reason="stop")
+    await stage.final()
+
+
+LIVE = {"live": {"alpha": 0.0}}
+
+
+async def test_requests_that_run_may_end_and_no_new_ones_begin(
+    engine: Engine, gateway: Callable[..., Any], client: Client
+) -> None:
+    async with engine(running), gateway(drain_s=60.0) as served, served.openai() as api, served.http() as http:
+        assert (await http.get("/readyz")).json() == {"status": "ok", "models": ["tiny"]}
+        stream = await api.completions.create(model="tiny", prompt="x", stream=True, extra_body={"tracewire": LIVE})
+        trace_id = (await anext(stream)).tracewire["trace_id"]
+        served.stop()
+        await until(lambda: served.gateway.closing)
+        ready = await http.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (503, "closing")
+        assert (await http.get("/healthz")).status_code == 200
+        refused = await http.get("/traces")
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:tracewire:gateway_closing")
+        assert "Retry-After" in refused.headers
+        await client.steer(trace_id, alpha=1.0)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "one two"
+
+
+async def test_a_stream_ends_with_its_place_and_goes_on_at_another_gateway(
+    engine: Engine, gateway: Callable[..., Any], client: Client
+) -> None:
+    async with engine(running), gateway() as other:
+        async with gateway() as served, served.openai() as api:
+            attached, detached = [
+                await api.completions.create(
+                    model="tiny", prompt="x", stream=True, extra_body={"tracewire": {**LIVE, "detach": detach}}
+                )
+                for detach in (False, True)
+            ]
+            ids = []
+            for stream in (attached, detached):
+                ids.append((await anext(stream)).tracewire["trace_id"])
+                assert (await anext(stream)).choices[0].text == "one"
+            async with served.http() as http, http.stream("GET", f"/traces/{ids[1]}/events") as followed:
+                served.stop()
+                sent = [event async for event in events(followed)]
+            places = []
+            for stream in (attached, detached):
+                with pytest.raises(openai.APIError) as caught:
+                    await anext(stream)
+                assert caught.value.code == "gateway_closing"
+                places.append(caught.value.body["tracewire"]["position"])
+        assert sent[-1].name == "output"
+        await client.steer(ids[1], alpha=1.0)
+        async with other.http() as http:
+            for last in (places[1], sent[-1].id):
+                headers = {"Last-Event-ID": last}
+                async with http.stream("GET", f"/traces/{ids[1]}/events", headers=headers) as followed:
+                    rest = [event async for event in events(followed)]
+                assert [event.name for event in rest] == ["steered", "output", "final"]
+                assert rest[1].data["text"] == " two"
+        # Nobody holds the attached one any more.
+        assert await client.subscribe(ids[0]).until_done() == "cancelled"
+
+
+async def test_tls(engine: Engine, redis_url: str, prefix: str, tmp_path: Path) -> None:
+    made = Certificates.make(tmp_path)
+    binding = Binding(port=0, certificate=Path(made.certificate), certificate_key=Path(made.key))
+    server = Server(Settings(url=redis_url, prefix=prefix, drain_s=0.0), binding)
+    assert server.url.startswith("https://")
+    context = ssl.create_default_context(cafile=str(made.authority))
+    async with anyio.create_task_group() as group:
+        group.start_soon(server._serve, [server._socket])
+        await until(lambda: server.started)
+        async with httpx.AsyncClient(verify=context) as http:
+            assert (await http.get(f"{server.url}/healthz")).status_code == 200
+        server.should_exit = True

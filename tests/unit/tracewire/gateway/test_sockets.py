@@ -1,0 +1,151 @@
+"""A trace over a WebSocket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from tests.support.bus_engine import Stage
+from tests.support.gateways import Served
+from tests.support.until import until
+from tracewire import Client
+from tracewire.gateway.keys import entry_of
+
+Engine = Callable[..., Any]
+
+
+async def running(stage: Stage) -> None:
+    """A token, and the next once it is steered."""
+    await stage.accept()
+    await stage.output("one")
+    await stage.steered()
+    await stage.output(" two", finish_reason="stop")
+    await stage.final()
+
+
+def socket(served: Served, trace_id: str, key: str = "", query: str = "") -> Any:
+    """A WebSocket of a trace."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    address = served.url.replace("http", "ws")
+    return connect(f"{address}/traces/{trace_id}/ws{query}", additional_headers=headers, proxy=None)
+
+
+async def order(connection: ClientConnection, **fields: Any) -> None:
+    await connection.send(json.dumps(fields))
+
+
+async def rest(connection: ClientConnection) -> list[dict[str, Any]]:
+    """All that still comes, up to the socket's end."""
+    return [json.loads(text) async for text in received(connection)]
+
+
+async def received(connection: ClientConnection) -> AsyncIterator[str | bytes]:
+    """The messages up to the socket's end, whatever its code."""
+    try:
+        async for text in connection:
+            yield text
+    except ConnectionClosed:
+        return
+
+
+async def test_events_come_down_and_steering_goes_up(engine: Engine, served: Served, client: Client) -> None:
+    async with engine(running):
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        async with socket(served, trace.id) as connection:
+            assert [json.loads(await connection.recv())["type"] for _ in range(2)] == ["accepted", "output"]
+            for wrong in (
+                {"do": "bend"},
+                {"do": "steer", "values": {"beta": 1}},
+                {"values": {}},
+                {"do": "steer", "x": 1},
+            ):
+                await order(connection, id="wrong", **wrong)
+                reply = json.loads(await connection.recv())
+                assert (reply["type"], reply["error"]["status"]) == ("reply", 422)
+            await order(connection, do="steer", values={"alpha": 2}, if_version=7, id=1)
+            reply = json.loads(await connection.recv())
+            assert (reply["id"], reply["error"]["status"], reply["error"]["version"]) == (1, 409, 0)
+            await connection.send("[" * 100_000)
+            assert "error" in json.loads(await connection.recv())
+            await order(connection, do="steer", values={"alpha": 2}, if_version=0, id=2)
+            found = await rest(connection)
+            assert connection.close_code == 1000
+        replies = [one for one in found if one["type"] == "reply"]
+        assert replies == [{"type": "reply", "id": 2, "version": 1}]
+        assert [one["type"] for one in found if one["type"] != "reply"] == ["steered", "output", "final"]
+        async with socket(served, trace.id, query="?since=1-1&content=text") as connection:
+            assert [one["type"] for one in await rest(connection)] == ["steered", "output", "final"]
+
+
+async def test_a_trace_is_cancelled(engine: Engine, served: Served, client: Client) -> None:
+    async with engine(running):
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        async with socket(served, trace.id) as connection:
+            await order(connection, do="pause", by="me")
+            await order(connection, do="resume")
+            await order(connection, do="cancel", reason="enough")
+            found = await rest(connection)
+        assert found[-1]["status"] == "cancelled"
+        assert [one["by"] for one in found if one["type"] in ("paused", "resumed")] == ["anonymous/me", "anonymous"]
+
+
+async def test_a_client_that_leaves_ends_nothing_but_the_reading(
+    engine: Engine, served: Served, client: Client
+) -> None:
+    async with engine(running):
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        async with socket(served, trace.id) as connection:
+            await connection.recv()
+        await until(lambda: not served.gateway.running)
+        await client.steer(trace.id, alpha=1.0)
+        assert (await client.subscribe(trace.id).result()).text == "one two"
+
+
+async def test_a_gateway_that_stops_goes_away(engine: Engine, gateway: Callable[..., Any], client: Client) -> None:
+    async with engine(running):
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        async with gateway() as served, socket(served, trace.id) as connection:
+            await connection.recv()
+            served.stop()
+            await rest(connection)
+            assert connection.close_code == 1001
+        await client.cancel(trace.id)
+
+
+@pytest.mark.parametrize("query", ["", "?since=odd"])
+async def test_what_cannot_be_followed_is_refused(served: Served, query: str) -> None:
+    with pytest.raises(InvalidStatus):
+        async with socket(served, "nowhere", query=query):
+            pass
+
+
+async def test_keys_and_rights_count(
+    engine: Engine, gateway: Callable[..., Any], client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        entry_of("reader", "r", frozenset({"read"}), "") + entry_of("red", "red", frozenset({"read"}), "red")
+    )
+    async with engine(running), gateway(keys=file) as served:
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        for key in ("", "wrong", "red"):
+            with pytest.raises(InvalidStatus):
+                async with socket(served, trace.id, key):
+                    pass
+        async with socket(served, trace.id, "reader") as connection:
+            await order(connection, do="cancel", id=1)
+            while (reply := json.loads(await connection.recv()))["type"] != "reply":
+                pass
+            assert reply["error"]["status"] == 403
+        await client.cancel(trace.id)

@@ -1,0 +1,185 @@
+"""Streams of server-sent events: silence, stalled readers, clients that leave, and the gateway's end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+
+from tracewire.gateway.streams import CLOSING, SILENCE, ClientLeft, EventSource, Streams, encoded, unless_left
+
+
+class Fed:
+    """A source that a test feeds."""
+
+    def __init__(self) -> None:
+        self.give, self._take = anyio.create_memory_object_stream[int](10)
+        self.closed = False
+
+    async def __anext__(self) -> int:
+        try:
+            return await self._take.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        self.closed = True
+        self._take.close()
+
+
+class Numbers(EventSource):
+    """Sends what it reads."""
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        while True:
+            try:
+                event = await self.next()
+            except StopAsyncIteration:
+                return
+            if event is CLOSING:
+                yield b"closing"
+                return
+            yield b"silence" if event is SILENCE else encoded(event)
+
+
+class Reader:
+    """The server's side of one request."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.left = anyio.Event()
+        self.room = anyio.Event()
+        self.room.set()
+        self.came = anyio.Event()
+        self.over = False
+
+    async def receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self.room.wait()
+        if message["type"] == "http.response.body":
+            self.over = not message.get("more_body")
+            if message["body"]:
+                self.sent.append(message["body"])
+            self.came.set()
+            self.came = anyio.Event()
+
+    async def until(self, count: int) -> None:
+        while len(self.sent) < count:
+            await self.came.wait()
+
+
+async def test_a_stream_ends_with_its_source() -> None:
+    streams, fed, reader = Streams(keep_alive_s=60, stall_s=60), Fed(), Reader()
+    for number in range(3):
+        fed.give.send_nowait(number)
+    fed.give.close()
+    await Numbers(streams, fed)({"type": "http"}, reader.receive, reader.send)
+    assert reader.sent == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n"]
+    assert reader.over
+    assert fed.closed
+    assert not len(streams)
+
+
+async def test_a_silent_stream_says_so_and_loses_nothing() -> None:
+    streams, fed, reader = Streams(keep_alive_s=0.01, stall_s=60), Fed(), Reader()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, fed), {"type": "http"}, reader.receive, reader.send)
+        await reader.until(2)
+        fed.give.send_nowait(7)
+        fed.give.close()
+    assert reader.sent[:2] == [b"silence"] * 2
+    assert [one for one in reader.sent if one != b"silence"] == [b"data: 7\n\n"]
+
+
+async def test_a_client_that_leaves_ends_its_stream() -> None:
+    streams, fed, reader = Streams(keep_alive_s=60, stall_s=60), Fed(), Reader()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, fed), {"type": "http"}, reader.receive, reader.send)
+        fed.give.send_nowait(7)
+        await reader.until(1)
+        reader.left.set()
+    assert fed.closed
+    assert not reader.over
+
+
+async def test_a_reader_that_stalls_is_disconnected() -> None:
+    streams, fed, reader = Streams(keep_alive_s=60, stall_s=0.01), Fed(), Reader()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, fed), {"type": "http"}, reader.receive, reader.send)
+        fed.give.send_nowait(7)
+        await reader.until(1)
+        reader.room = anyio.Event()
+        fed.give.send_nowait(8)
+    assert fed.closed
+    assert (reader.sent, reader.over) == ([b"data: 7\n\n"], False)
+
+
+async def test_all_streams_end_when_they_are_closed() -> None:
+    streams = Streams(keep_alive_s=60, stall_s=60)
+    readers, sources = [Reader(), Reader()], [Fed(), Fed()]
+    async with anyio.create_task_group() as group:
+        for reader, fed in zip(readers, sources, strict=True):
+            group.start_soon(Numbers(streams, fed), {"type": "http"}, reader.receive, reader.send)
+            fed.give.send_nowait(7)
+            await reader.until(1)
+        assert len(streams) == 2
+        streams.close()
+        await streams.wait_over()
+    assert [reader.sent[-1] for reader in readers] == [b"closing"] * 2
+    assert all(fed.closed for fed in sources)
+
+
+async def test_what_a_source_raises_comes_out() -> None:
+    class Broken(Fed):
+        async def __anext__(self) -> int:
+            raise ZeroDivisionError
+
+    streams, fed, reader = Streams(keep_alive_s=60, stall_s=60), Broken(), Reader()
+    with pytest.raises(ZeroDivisionError):
+        await Numbers(streams, fed)({"type": "http"}, reader.receive, reader.send)
+    assert fed.closed
+
+
+class Asked:
+    """A request whose body was read."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.receive = reader.receive
+
+
+async def test_work_ends_when_its_client_leaves() -> None:
+    reader = Reader()
+    ended = anyio.Event()
+
+    async def work() -> None:
+        try:
+            reader.left.set()
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    with pytest.raises(ClientLeft):
+        await unless_left(Asked(reader), work)  # type: ignore[arg-type]
+    assert ended.is_set()
+
+
+async def test_work_has_its_result_and_its_error() -> None:
+    async def good() -> int:
+        return 7
+
+    async def bad() -> int:
+        raise ZeroDivisionError
+
+    assert await unless_left(Asked(Reader()), good) == 7  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        await unless_left(Asked(Reader()), bad)  # type: ignore[arg-type]
+
+
+def test_an_event_is_one_line_of_data() -> None:
+    text = encoded({"text": "a\nb\r", "n": float("nan")}, name="output", event_id="1-2").decode()
+    assert text == 'id: 1-2\nevent: output\ndata: {"text":"a\\nb\\r","n":null}\n\n'
