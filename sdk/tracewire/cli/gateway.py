@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
     rights = "rights of the new key, separated by commas (default: read,steer,submit)"
     add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
     add("--tenant", default="", metavar="TENANT", help="tenant of the new key: the key sees this tenant's traces only")
-    gateway.set_defaults(run=_gateway)
+    gateway.set_defaults(run=_gateway, uvloop=find_spec("uvloop") is not None)
 
 
 def _bytes(text: str) -> int:
@@ -87,8 +89,10 @@ async def _gateway(options: argparse.Namespace) -> int:
         print(f"tracewire: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    print(f"ready {server.url}", flush=True)
-    await server.run_bound()
+    # uvicorn stops at these, and raises them again when it has stopped.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    await server.run_bound(lambda: print(f"ready {server.url}", flush=True))
     return 0 if server.started else 1
 
 

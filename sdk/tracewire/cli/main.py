@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     options = parser.parse_args(argv)
     try:
-        status = int(anyio.run(options.run, options))
+        backend = {"use_uvloop": getattr(options, "uvloop", False)}
+        status = int(anyio.run(options.run, options, backend_options=backend))
         # Flushed here: the interpreter prints an error if it cannot flush at its end.
         sys.stdout.flush()
         return status

@@ -273,7 +273,7 @@ class CompletionStream(EventSource):
                     return
                 self._position = item.id
                 self._completion.measured.item(item)
-                async for chunk in self._chunks_of(item):
+                for chunk in await self._chunks_of(item):
                     yield encoded(chunk, event_id=item.id)
             async for chunk in self._end():
                 yield encoded(chunk)
@@ -287,17 +287,16 @@ class CompletionStream(EventSource):
         self._opened.add(0)
         return self._answer.chunk(choices, tracewire={"trace_id": self._trace.id})
 
-    async def _chunks_of(self, item: Item) -> AsyncGenerator[dict[str, Any]]:
+    async def _chunks_of(self, item: Item) -> list[dict[str, Any]]:
+        found = []
         for piece in self._continuity.pieces(item, saves=self._saves):
-            for chunk in self._opening(self._answer.index(piece.invoke, piece.choice)):
-                yield chunk
-            more: dict[str, Any] = {}
-            if self._extended:
-                more["tracewire"] = await self._about(piece, item)
-            yield self._answer.chunk([self._answer.added(piece)], **more)
+            found += self._opening(self._answer.index(piece.invoke, piece.choice))
+            more = {"tracewire": await self._about(piece, item)} if self._extended else {}
+            found.append(self._answer.chunk([self._answer.added(piece)], **more))
         if self._extended and not isinstance(item, Output):
             event = event_json(item, self._completion.form, self._trace.id)
-            yield self._answer.chunk([self._answer.empty()], tracewire={"event": event})
+            found.append(self._answer.chunk([self._answer.empty()], tracewire={"event": event}))
+        return found
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         if index in self._opened:
@@ -309,8 +308,10 @@ class CompletionStream(EventSource):
     async def _about(self, piece: Piece, item: Item) -> dict[str, Any]:
         """Our part of a chunk: where it stands, and what was saved."""
         about: dict[str, Any] = {"position": item.id, "index": piece.index, "token_ids": piece.token_ids}
-        if isinstance(item, Output) and item.token_strings is not None:
-            about["token_strings"] = item.token_strings[len(item.token_strings) - len(piece.token_ids) :]
+        if isinstance(item, Output):
+            about["time"] = item.time
+            if item.token_strings is not None:
+                about["token_strings"] = item.token_strings[len(item.token_strings) - len(piece.token_ids) :]
         if piece.delta:
             about["delta"] = await self._completion.values_json(self._trace.id, piece.delta)
         return about

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ class Server(uvicorn.Server):
             access_log=False,
             lifespan="on",
             server_header=False,
+            # Longer than clients keep a connection, so that none sends a request as the server closes it.
+            timeout_keep_alive=75,
             # Streams have been ended by then.
             timeout_graceful_shutdown=5,
             **_tls(binding),
@@ -91,13 +94,21 @@ class Server(uvicorn.Server):
         config.load()
         super().__init__(config)
         self._socket = bound(binding)
+        self._ready: Callable[[], None] = lambda: None
         host, port = self._socket.getsockname()[:2]
         scheme = "https" if binding.certificate is not None else "http"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    async def run_bound(self) -> None:
-        """Serve until a signal, or until `should_exit` is set."""
+    async def run_bound(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until a signal, or until `should_exit` is set. `ready` is called once requests are taken."""
+        self._ready = ready
         await self.serve(sockets=[self._socket])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: `/readyz` says so while the requests that run have time to end."""

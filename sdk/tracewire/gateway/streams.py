@@ -21,6 +21,9 @@ logger = logging.getLogger("tracewire.gateway")
 
 T = TypeVar("T")
 
+#: How many chunks are sent before other tasks have a turn, where events come faster than they are sent.
+_CHUNKS_PER_TICK = 16
+
 
 class _Mark:
     """Something that a stream reads in place of an event."""
@@ -30,10 +33,6 @@ class _Mark:
 SILENCE = _Mark()
 #: The gateway stops, and the stream has to end.
 CLOSING = _Mark()
-
-
-class _Stalled(Exception):
-    """The client has not read for too long."""
 
 
 class ClientLeft(Exception):
@@ -129,6 +128,8 @@ class EventSource(Response):
         self._source = source
         self._closing = False
         self._waiting: anyio.CancelScope | None = None
+        #: When the send began that has not returned yet.
+        self._sending: float | None = None
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Set the headers of an answer without a length."""
@@ -173,10 +174,9 @@ class EventSource(Response):
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._await_disconnect, receive, group.cancel_scope)
+                group.start_soon(self._await_stall, group.cancel_scope)
                 try:
                     await self._send(send)
-                except _Stalled:
-                    logger.info("a reader has taken nothing for %g s and is disconnected", self._streams.stall_s)
                 except Exception as error:
                     failure = error
                 group.cancel_scope.cancel()
@@ -192,14 +192,26 @@ class EventSource(Response):
             pass
         scope.cancel()
 
+    async def _await_stall(self, scope: anyio.CancelScope) -> None:
+        """End the stream when one send has taken `stall_s`. A time limit on each send would cost more than the send."""
+        seconds = self._streams.stall_s
+        while True:
+            await anyio.sleep(seconds / 4)
+            if self._sending is not None and anyio.current_time() - self._sending >= seconds:
+                logger.info("a reader has taken nothing for %g s and is disconnected", seconds)
+                scope.cancel()
+                return
+
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        count = 0
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
-                # The server notices on its event loop that a client has left, which a burst of events would keep busy.
-                await anyio.lowlevel.checkpoint()
-                with anyio.move_on_after(self._streams.stall_s) as limited:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if limited.cancelled_caught:
-                    raise _Stalled
+                count += 1
+                if not count % _CHUNKS_PER_TICK:
+                    # The server notices on its event loop that a client has left, which a burst of events keeps busy.
+                    await anyio.lowlevel.checkpoint()
+                self._sending = anyio.current_time()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._sending = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -120,16 +120,25 @@ async def test_an_answer_is_steered_by_another_client(api: openai.AsyncOpenAI, s
         steered = [one async for one in client.subscribe(trace_id) if isinstance(one, tracewire.Steered)]
         assert [(one.version, one.first_token()) for one in steered] == [(version, first)] == [(1, first)]
         assert first > 5
-        # Steered towards code, the projection is greater from that token on.
+        # Up to that token all is as without steering, and at that token the projection is greater by as much as steered.
+        plain = await client.trace(
+            "demo", PROMPT, interventions=DECLARED[1:2], temperature=0.0, max_tokens=first + 1, ignore_eos=True
+        ).result()
         projections = [value for part in parts for value in part.get("delta", {}).get("projection", [])]
-        assert min(projections[first : first + 10]) > max(projections[max(0, first - 5) : first])
+        assert projections[:first] == pytest.approx(plain.saves["projection"][:first], abs=0.1)
+        moved = projections[first] - plain.saves["projection"][first]
+        assert moved == pytest.approx(8.0 * float(DIRECTION @ DIRECTION), rel=0.05)
         async with http.stream("GET", f"/traces/{trace_id}/events", params={"content": "text"}) as followed:
             text = "".join([one.data["text"] async for one in events(followed) if one.name == "output"])
         assert text == (await client.get_state(trace_id)).text
 
 
 async def test_a_block_runs_and_its_error_names_its_line(api: openai.AsyncOpenAI, client: Client) -> None:
-    source = "norms = list().save()\nfor step in tracer.iter[:]:\n    norms.append(model.residual(2).output[-1].norm().item())\n"
+    source = (
+        "norms = list().save()\n"
+        "for step in tracer.iter[:]:\n"
+        "    norms.append(model.residual(2).output[-1].norm().item())\n"
+    )
     body = ours(block={"source": source, "name": "watch"})
     answer = await api.completions.create(model="demo", prompt=PROMPT, extra_body=body, **GREEDY)
     norms = answer.choices[0].tracewire["saves"]["norms"]
