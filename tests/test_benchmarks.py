@@ -238,6 +238,21 @@ def test_harvest() -> None:
     above_zero(found["harvest"], "megabytes_per_second")
 
 
+def test_gateway() -> None:
+    sizes = ("--streams", "2", "--tokens", "5", "--rounds", "1", "--rate", "50")
+    found = figures("gateway", *sizes, differences=True)
+    assert (found["engine"], found["streams"]) == ("scripted", 2)
+    above_zero(found, "to_sdk", "sdk_tokens_s", "gateway_tokens_s", "sdk_p50_ms")
+    assert {"added_p50_ms", "added_p99_ms"} < found.keys()
+
+
+@own_engine
+@pytest.mark.full
+def test_gateway_before_an_engine() -> None:
+    found = figures("gateway", "--engine", "demo", "--streams", "2", "--tokens", "5", "--rounds", "1", differences=True)
+    above_zero(found, "to_sdk", "sdk_tokens_s", "gateway_tokens_s")
+
+
 @own_engine
 @pytest.mark.full
 def test_volume() -> None:

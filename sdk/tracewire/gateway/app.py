@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from starlette.responses import Response
 import tracewire
 from tracewire import TracewireError
 
+from .documents import ERRORS, OPENAI_ERRORS
 from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
@@ -81,8 +83,10 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
         redoc_url=None,
     )
     _handle_errors(app)
-    for router in (openai, traces, sockets, engines, operations):
-        app.include_router(router)
+    app.include_router(openai, responses=OPENAI_ERRORS)
+    for router in (traces, engines, operations):
+        app.include_router(router, responses=ERRORS)
+    app.include_router(sockets)
     return app
 
 
@@ -109,7 +113,11 @@ def _handle_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         codes = {404: "unknown_route", 405: "method_not_allowed", 413: "body_too_large"}
         code = codes.get(error.status_code, "invalid_request")
-        made = Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            # The router names the methods of the first route with this path only.
+            headers["Allow"] = ", ".join(sorted(_methods(app, request.url.path)))
+        made = Problem(error.status_code, str(error.detail), code=code, headers=headers)
         return made.response(request.url.path)
 
     @app.exception_handler(ClientLeft)
@@ -122,3 +130,12 @@ def _handle_errors(app: FastAPI) -> None:
         return Problem(500, "the gateway has a defect: its log has more", code="internal_error").response(
             request.url.path
         )
+
+
+def _methods(app: FastAPI, path: str) -> set[str]:
+    """The methods of all routes with this path."""
+    found = set()
+    for pattern, methods in app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", pattern), path):
+            found |= {method.upper() for method in methods}
+    return found

@@ -6,9 +6,27 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from tracewire_bus.wire.ids import is_encodable
 
 __all__ = ["ChatBody", "CompletionBody", "ControlBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
+
+
+def _encodable(text: str) -> str:
+    if not is_encodable(text):
+        raise ValueError("expected text, got half of a surrogate pair")
+    return text
+
+
+#: Text that can be sent.
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+def _not_served(value: bool | None) -> bool | None:
+    if value:
+        raise ValueError("the gateway does not serve this")
+    return value
 
 
 class Body(BaseModel):
@@ -109,7 +127,7 @@ class ResponseFormat(Body):
 class OpenAIBody(Sampling):
     """What the requests for completions and for chat completions share. The last fields have no effect."""
 
-    model: str = Field(examples=["demo"])
+    model: Text = Field(min_length=1, examples=["demo"])
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -147,7 +165,7 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
     logprobs: int | None = Field(default=None, ge=0)
-    echo: Literal[False] | None = None
+    echo: Annotated[bool | None, AfterValidator(_not_served)] = None
     suffix: None = None
     best_of: int | None = None
 
@@ -189,7 +207,7 @@ class ChatBody(OpenAIBody):
 class TraceBody(Tracing):
     """A trace that runs detached."""
 
-    model: str = Field(examples=["demo"])
+    model: Text = Field(min_length=1, examples=["demo"])
     prompt: str | list[int] | None = Field(default=None, examples=["def add(a, b):"])
     prompts: list[str | list[int] | list[dict[str, Any]]] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -206,21 +224,21 @@ class SteerBody(Body):
 
     values: dict[str, Any] = Field(examples=[{"alpha": 8.0}])
     if_version: int | None = Field(default=None, ge=0)
-    by: str | None = None
+    by: Text | None = None
 
 
 class ControlBody(Body):
     """Who pauses, resumes or cancels a trace, and why it is cancelled."""
 
-    by: str | None = None
-    reason: str = ""
+    by: Text | None = None
+    reason: Text = ""
 
 
 class DrainBody(Body):
     """How long a drained engine may take."""
 
     timeout: float | None = Field(default=None, ge=0, le=1e9)
-    by: str | None = None
+    by: Text | None = None
 
 
 class EditBody(Body):

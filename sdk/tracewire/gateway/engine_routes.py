@@ -14,16 +14,20 @@ from starlette.responses import Response
 from tracewire import Edit, Lifecycle, TracewireError, Watch
 
 from .bodies import DrainBody, EditBody
+from .documents import answers, stream
 from .json_values import block_of, interventions_of, to_json
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import CLOSING, SILENCE, EventSource, encoded
-from .trace_routes import IfMatch, LastEventId, author, version_of
+from .trace_routes import IfMatch, LastEventId, ModelName, author, version_of
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["engines"])
+
+_ENGINE = {"name": "gpu-0", "model": "demo", "state": "serving", "running": 3, "capacity": 256, "ready": True}
+_EDIT = {"name": "calm", "version": 4, "scope": "all", "interventions": [], "engines": ["gpu-0"], "problems": {}}
 
 
 def _json(value: Any, status: int = 200, **headers: str) -> Response:
@@ -33,15 +37,15 @@ def _json(value: Any, status: int = 200, **headers: str) -> Response:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-@router.get("/engines", dependencies=[needs("read")])
-async def list_engines(gateway: TheGateway, model: str | None = None) -> Response:
+@router.get("/engines", dependencies=[needs("read")], responses=answers("The engines.", {"data": [_ENGINE]}))
+async def list_engines(gateway: TheGateway, model: ModelName = None) -> Response:
     """List the running engines."""
     with gateway.patience():
         engines = await gateway.client.engines.list(model=model)
     return _json({"data": [{**asdict(engine), "ready": engine.ready} for engine in engines]})
 
 
-@router.get("/engines/{name:path}", dependencies=[needs("read")])
+@router.get("/engines/{name}", dependencies=[needs("read")], responses=answers("The engine.", _ENGINE))
 async def get_engine(name: str, gateway: TheGateway) -> Response:
     """Describe one engine."""
     with gateway.patience():
@@ -49,7 +53,12 @@ async def get_engine(name: str, gateway: TheGateway) -> Response:
     return _json({**asdict(engine), "ready": engine.ready})
 
 
-@router.post("/engines/{name:path}/drain", status_code=202, dependencies=[needs("operate")])
+@router.post(
+    "/engines/{name}/drain",
+    status_code=202,
+    dependencies=[needs("operate")],
+    responses=answers("The engine drains.", {"engine": "gpu-0", "others": ["gpu-1"], "waiting": 0}, 202),
+)
 async def drain(name: str, gateway: TheGateway, caller: TheCaller, body: DrainBody | None = None) -> Response:
     """Have an engine take no new traces, finish its own, and leave."""
     given = body or DrainBody()
@@ -75,7 +84,7 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else to_json(value, "list", "")
 
 
-@router.get("/edits/{model}", dependencies=[needs("read")])
+@router.get("/edits/{model}", dependencies=[needs("read")], responses=answers("The edits.", {"data": [_EDIT]}))
 async def list_edits(model: str, gateway: TheGateway) -> Response:
     """List a model's standing interventions, in the order in which they apply."""
     with gateway.patience():
@@ -83,7 +92,7 @@ async def list_edits(model: str, gateway: TheGateway) -> Response:
     return _json({"data": [_edit(edit) for edit in edits]})
 
 
-@router.get("/edits/{model}/{name}", dependencies=[needs("read")])
+@router.get("/edits/{model}/{name}", dependencies=[needs("read")], responses=answers("The edit.", _EDIT))
 async def get_edit(model: str, name: str, gateway: TheGateway) -> Response:
     """Describe one standing intervention. The `ETag` is its version."""
     with gateway.patience():
@@ -91,7 +100,7 @@ async def get_edit(model: str, name: str, gateway: TheGateway) -> Response:
     return _json(_edit(edit), ETag=f'"{edit.version}"')
 
 
-@router.put("/edits/{model}/{name}", dependencies=[needs("operate")])
+@router.put("/edits/{model}/{name}", dependencies=[needs("operate")], responses=answers("The installed edit.", _EDIT))
 async def install_edit(
     model: str, name: str, body: EditBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
 ) -> Response:
@@ -127,11 +136,15 @@ async def remove_edit(model: str, name: str, gateway: TheGateway, if_match: IfMa
 # --- lifecycle events -------------------------------------------------------------------------------------------------
 
 
-@router.get("/events", dependencies=[needs("read")])
+@router.get(
+    "/events",
+    dependencies=[needs("read")],
+    responses=stream("The events.", 'event: final\ndata: {"trace_id": "mine", "status": "finished"}\n\n'),
+)
 async def watch(
     gateway: TheGateway,
     caller: TheCaller,
-    model: str | None = None,
+    model: ModelName = None,
     since: str = "now",
     last_event_id: LastEventId = None,
 ) -> Response:

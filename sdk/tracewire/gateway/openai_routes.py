@@ -19,6 +19,7 @@ from tracewire_bus.wire.messages import SHARED_INVOKE
 
 from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
 from .continuity import Continuity, Piece
+from .documents import answers, stream
 from .event_json import event_json
 from .json_values import Form, inlined, to_json
 from .keys import Caller
@@ -38,6 +39,24 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 #: The header with the id of an answer's trace.
 TRACE_HEADER = "Tracewire-Trace-Id"
 _DONE = b"data: [DONE]\n\n"
+
+_USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+
+
+def _completions(kind: str, choice: dict[str, Any], chunk: str) -> dict[int | str, Any]:
+    """The answers of a route, for the API's document."""
+    whole = {"id": "cmpl-0b1c", "object": kind, "choices": [{"index": 0, "finish_reason": "stop", **choice}]}
+    example = {**whole, "created": 1767225600, "model": "demo", "usage": _USAGE, "tracewire": {"trace_id": "0b1c"}}
+    other = {"application/json": {"schema": {"type": "object"}, "example": example}}
+    return stream("The answer; with `stream`, its chunks.", f"data: {chunk}\n\ndata: [DONE]\n\n", other)
+
+
+_COMPLETION = _completions("text_completion", {"text": " return a"}, '{"choices": [{"index": 0, "text": " return"}]}')
+_CHAT = _completions(
+    "chat.completion",
+    {"message": {"role": "assistant", "content": "Hello"}},
+    '{"choices": [{"index": 0, "delta": {"content": "Hello"}}]}',
+)
 
 
 def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
@@ -69,13 +88,21 @@ async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
     return found
 
 
-@router.get("/models", dependencies=[needs("read")])
+@router.get(
+    "/models",
+    dependencies=[needs("read")],
+    responses=answers("The models.", {"object": "list", "data": [{"id": "demo", "object": "model"}]}),
+)
 async def list_models(gateway: TheGateway) -> Response:
     """List the served models and their LoRA adapters."""
     return _json({"object": "list", "data": await _cards(gateway)})
 
 
-@router.get("/models/{model:path}", dependencies=[needs("read")])
+@router.get(
+    "/models/{model:path}",
+    dependencies=[needs("read")],
+    responses=answers("The model.", {"id": "demo", "object": "model", "created": 0, "owned_by": "tracewire"}),
+)
 async def get_model(model: str, gateway: TheGateway) -> Response:
     """Describe one model."""
     cards = await _cards(gateway)
@@ -88,13 +115,13 @@ async def get_model(model: str, gateway: TheGateway) -> Response:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-@router.post("/completions", dependencies=[needs("submit")])
+@router.post("/completions", dependencies=[needs("submit")], responses=_COMPLETION)
 async def complete(body: CompletionBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Complete prompts. The answer's trace can be followed and steered by its id."""
     return await _Completion(gateway, caller, body, CompletionAnswer).answer(request)
 
 
-@router.post("/chat/completions", dependencies=[needs("submit")])
+@router.post("/chat/completions", dependencies=[needs("submit")], responses=_CHAT)
 async def chat(body: ChatBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Answer chat messages. The answer's trace can be followed and steered by its id."""
     return await _Completion(gateway, caller, body, ChatAnswer).answer(request)

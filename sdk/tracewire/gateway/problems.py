@@ -40,6 +40,7 @@ _TITLES = {
     404: "Not found",
     405: "Method not allowed",
     406: "No such form",
+    408: "Too late",
     409: "Conflict",
     412: "Another version",
     413: "Too large",
@@ -48,19 +49,18 @@ _TITLES = {
     500: "Internal error",
     502: "The bus refuses the gateway",
     503: "Not available now",
-    504: "Too late",
 }
 #: OpenAI's words for the kind of an error, by status.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     412: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
-    504: "timeout_error",
 }
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 #: What pydantic puts into a path for an alternative of a type, or for a key.
@@ -160,7 +160,8 @@ def _status(error: TracewireError, openai: bool) -> tuple[int, float | None]:
         case TraceCancelled() | ConflictError():
             return 409, None
         case TraceExpired():
-            return 504, None
+            # It was the caller's own deadline.
+            return 408, None
         case PermissionDeniedError() | ConnectError():
             return 502, None
         case NotFoundError():

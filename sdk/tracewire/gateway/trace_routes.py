@@ -27,6 +27,7 @@ from tracewire import (
 from tracewire_bus.wire.ids import FINAL_ID
 
 from .bodies import ControlBody, SteerBody, TraceBody
+from .documents import answers, files, stream
 from .downloads import FORMATS, Download
 from .event_json import event_json, state_json
 from .json_values import Form, inlined, to_json, values_of
@@ -44,9 +45,14 @@ _POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 #: How many traces a page has.
 _PAGE, _MOST = 50, 1000
 
+_EVENTS = stream("The events.", 'id: 1-1\nevent: output\ndata: {"type": "output", "text": " return"}\n\n') | {
+    204: {"description": "`Last-Event-ID` is that of the final: nothing comes after it."}
+}
+
 Content = Literal["text", "all"]
 Arrays = Annotated[Form, Query(description="how arrays stand in the answer")]
 Names = Annotated[list[str] | None, Query(description="the saves to follow; without it, all")]
+ModelName = Annotated[str | None, Query(min_length=1, description="a model's name")]
 IfMatch = Annotated[str | None, Header(description="the version of the live parameters that must hold")]
 LastEventId = Annotated[str | None, Header(description="the position to go on from")]
 Since = Annotated[str, Query(description="`start`, `now`, or an event's id")]
@@ -60,7 +66,12 @@ def _json(value: Any, status: int = 200, **headers: str) -> Response:
 # --- submitting and listing -------------------------------------------------------------------------------------------
 
 
-@router.post("", status_code=202, dependencies=[needs("submit")])
+@router.post(
+    "",
+    status_code=202,
+    dependencies=[needs("submit")],
+    responses=answers("The trace is queued.", {"id": "mine", "model": "demo"}, 202),
+)
 async def submit(body: TraceBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Submit a trace that runs detached. A `trace_id` that was submitted before runs once."""
     trace = detached_trace(gateway.client, body, caller)
@@ -82,11 +93,15 @@ def _submitted(trace: Trace) -> dict[str, Any]:
     return {"id": trace.id, "model": trace.model, "links": {"self": f"/traces/{trace.id}", **links}}
 
 
-@router.get("", dependencies=[needs("read")])
+@router.get(
+    "",
+    dependencies=[needs("read")],
+    responses=answers("A page.", {"data": [{"id": "mine", "state": "running"}], "next": "1767225600000-0-7"}),
+)
 async def list_traces(
     gateway: TheGateway,
     caller: TheCaller,
-    model: str | None = None,
+    model: ModelName = None,
     client: str | None = None,
     state: Annotated[list[str] | None, Query(description="states of traces, such as `running`")] = None,
     limit: Annotated[int, Query(ge=1, le=_MOST)] = _PAGE,
@@ -118,7 +133,11 @@ def _listed(trace: Any) -> dict[str, Any]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@router.get("/{trace_id}", dependencies=[needs("read")])
+@router.get(
+    "/{trace_id}",
+    dependencies=[needs("read")],
+    responses=answers("The trace.", {"id": "mine", "status": None, "position": "1-7"}),
+)
 async def describe(trace_id: str, gateway: TheGateway, caller: TheCaller) -> Response:
     """Describe a trace: how far it is, and the version of its live parameters."""
     gateway.check_visible(caller, trace_id)
@@ -134,7 +153,13 @@ async def describe(trace_id: str, gateway: TheGateway, caller: TheCaller) -> Res
     return _json(found, ETag=_etag(live.version))
 
 
-@router.get("/{trace_id}/state", dependencies=[needs("read")])
+@router.get(
+    "/{trace_id}/state",
+    dependencies=[needs("read")],
+    responses=answers(
+        "The state.", {"id": "mine", "status": "finished", "invokes": [[{"text": " return a", "saves": {}}]]}
+    ),
+)
 async def read_state(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "reference") -> Response:
     """The trace's events so far, folded into text, tokens and saves."""
     gateway.check_visible(caller, trace_id)
@@ -154,7 +179,11 @@ async def _inline(state: State, limit: int) -> None:
         state.shared[name] = await inlined(value, limit)
 
 
-@router.get("/{trace_id}/live", dependencies=[needs("read")])
+@router.get(
+    "/{trace_id}/live",
+    dependencies=[needs("read")],
+    responses=answers("The live parameters.", {"version": 1, "values": {"alpha": 8.0}}),
+)
 async def read_live(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "list") -> Response:
     """The trace's live parameters. The `ETag` is their version."""
     gateway.check_visible(caller, trace_id)
@@ -164,7 +193,7 @@ async def read_live(trace_id: str, gateway: TheGateway, caller: TheCaller, array
     return _json({"version": live.version, "values": values}, ETag=_etag(live.version))
 
 
-@router.get("/{trace_id}/values/{digest}", dependencies=[needs("read")])
+@router.get("/{trace_id}/values/{digest}", dependencies=[needs("read")], responses=files())
 async def read_value(
     trace_id: str,
     digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")],
@@ -226,7 +255,7 @@ def resume_point(last_event_id: str | None, since: str) -> str:
     )
 
 
-@router.get("/{trace_id}/events", dependencies=[needs("read")])
+@router.get("/{trace_id}/events", dependencies=[needs("read")], responses=_EVENTS)
 async def follow(
     trace_id: str,
     gateway: TheGateway,
@@ -327,7 +356,7 @@ def author(caller: Caller, by: str | None) -> str:
     return caller.name if not by else f"{caller.name}/{by}"
 
 
-@router.post("/{trace_id}/steer", dependencies=[needs("steer")])
+@router.post("/{trace_id}/steer", dependencies=[needs("steer")], responses=answers("The new version.", {"version": 1}))
 async def steer(
     trace_id: str, body: SteerBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
 ) -> Response:
@@ -355,7 +384,9 @@ async def steer(
     return _json({"version": version}, ETag=_etag(version))
 
 
-@router.post("/{trace_id}/pause", dependencies=[needs("steer")])
+@router.post(
+    "/{trace_id}/pause", dependencies=[needs("steer")], responses=answers("Whether it was running.", {"paused": True})
+)
 async def pause(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
     """Pause a trace within two steps, until it is resumed."""
     gateway.check_visible(caller, trace_id)
@@ -364,7 +395,9 @@ async def pause(trace_id: str, gateway: TheGateway, caller: TheCaller, body: Con
     return _json({"paused": changed})
 
 
-@router.post("/{trace_id}/resume", dependencies=[needs("steer")])
+@router.post(
+    "/{trace_id}/resume", dependencies=[needs("steer")], responses=answers("Whether it was paused.", {"resumed": True})
+)
 async def resume(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
     """Resume a paused trace."""
     gateway.check_visible(caller, trace_id)
@@ -373,7 +406,11 @@ async def resume(trace_id: str, gateway: TheGateway, caller: TheCaller, body: Co
     return _json({"resumed": changed})
 
 
-@router.post("/{trace_id}/cancel", dependencies=[needs("steer")])
+@router.post(
+    "/{trace_id}/cancel",
+    dependencies=[needs("steer")],
+    responses=answers("Whether it had not ended.", {"cancelled": True}),
+)
 async def cancel(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
     """Cancel a trace. What was generated and saved until then can still be read."""
     gateway.check_visible(caller, trace_id)

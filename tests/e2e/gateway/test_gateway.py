@@ -59,9 +59,7 @@ async def test_a_completion_has_the_text_and_the_logprobs_of_the_sdk(api: openai
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.token_ids) == (theirs.text, "length", theirs.token_ids)
     assert "".join(choice.logprobs.tokens) == theirs.text
-    assert all(
-        max(top.values()) == one for top, one in zip(choice.logprobs.top_logprobs, choice.logprobs.token_logprobs)
-    )
+    assert [max(top.values()) for top in choice.logprobs.top_logprobs] == choice.logprobs.token_logprobs
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (theirs.usage.prompt_tokens, 24)
     text = ""
     async for chunk in await api.completions.create(
@@ -120,7 +118,7 @@ async def test_an_answer_is_steered_by_another_client(api: openai.AsyncOpenAI, s
         steered = [one async for one in client.subscribe(trace_id) if isinstance(one, tracewire.Steered)]
         assert [(one.version, one.first_token()) for one in steered] == [(version, first)] == [(1, first)]
         assert first > 5
-        # Up to that token all is as without steering, and at that token the projection is greater by as much as steered.
+        # Up to that token all is as without steering. From it on, the projection is greater by as much as was steered.
         plain = await client.trace(
             "demo", PROMPT, interventions=DECLARED[1:2], temperature=0.0, max_tokens=first + 1, ignore_eos=True
         ).result()

@@ -34,6 +34,7 @@ async def test_everything_that_a_submission_can_say(client: Client, engine: Call
             priority=-3,
             detach=True,
             trace_id="my:trace-1",
+            by="alice",
             temperature=np.float32(0.5),
             stop=("a", "b"),
             logit_bias={5: 1.0},
@@ -53,6 +54,7 @@ async def test_everything_that_a_submission_can_say(client: Client, engine: Call
     assert invokes[0].sampling == shared
     assert invokes[4].sampling == {**shared, "n": 2}
     assert (submission.deadline_s, submission.priority, submission.detach) == (120.0, -3, True)
+    assert submission.client == "alice"
     values = unpack(submission.live)
     assert values["alpha"] == 0.5
     assert values["direction"].dtype.name == "bfloat16"
@@ -210,6 +212,8 @@ MISUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a prompt in a prompt": ({"prompt": Prompt(Prompt("a"))}, "prompt", "expected text"),  # type: ignore[arg-type]
     "an empty list in a Prompt": ({"prompt": None, "prompts": [Prompt([])]}, "prompts[0]", "is empty"),
     "a detach of text": ({"detach": "no"}, "detach", "expected True or False, got 'no'"),
+    "an author without a name": ({"by": ""}, "by", "name of a client"),
+    "an author of half of a surrogate pair": ({"by": "\ud800"}, "by", "name of a client"),
     "a live parameter in a container": ({"live": {"a": {"b": 1}}}, "live.a", "or an array, got dict"),
     "a live parameter that is a keyword": ({"live": {"class": 1}}, "live", "live.NAME"),
     "a decorator above the intervention": ({"block": wrapping(block)}, "block", "take the one above"),

@@ -54,7 +54,7 @@ def routes(served: Served) -> list[tuple[str, str, Any]]:
     def walk(router: Any) -> None:
         for route in router.routes:
             if isinstance(route, APIRoute):
-                path = route.path.replace("{model:path}", "m").replace("{name:path}", "n")
+                path = route.path.replace("{model:path}", "m")
                 for name in ("trace_id", "digest", "model", "name"):
                     path = path.replace(f"{{{name}}}", "0" * 32)
                 found.extend((method, path, route) for method in route.methods)

@@ -30,7 +30,7 @@ CASES: list[tuple[errors.TracewireError, int, int]] = [
     (tracewire.EngineLost("x", **FAILED), 503, 503),
     (tracewire.EngineFailed("x", **FAILED), 500, 500),
     (tracewire.TraceCancelled("x", **FAILED), 409, 409),
-    (tracewire.TraceExpired("x", **FAILED), 504, 504),
+    (tracewire.TraceExpired("x", **FAILED), 408, 408),
 ]
 
 

@@ -186,6 +186,10 @@ async def test_a_trace_is_paused_resumed_and_cancelled(engine: Engine, http: htt
     async with engine(waiting):
         trace_id = await submitted(http)
         path = f"/traces/{trace_id}"
+        for order in ("pause", "resume", "cancel"):
+            headers = {"Content-Type": "application/json"}
+            odd = await http.post(f"{path}/{order}", content=b'{"by": "\\ud800"}', headers=headers)
+            assert (odd.status_code, odd.json()["field"]) == (422, "by")
         assert (await http.post(f"{path}/pause")).json() == {"paused": True}
         assert (await http.post(f"{path}/pause", json={"by": "me"})).json() == {"paused": False}
         assert (await http.post(f"{path}/resume")).json() == {"resumed": True}
@@ -281,7 +285,12 @@ async def test_traces_are_listed_by_pages(engine: Engine, http: httpx.AsyncClien
         assert found == ids[::-1]
         assert (await http.get("/traces", params={"client": "anonymous", "limit": 1})).json()["data"][0]["tokens"] == 3
         assert (await http.get("/traces", params={"model": "other"})).json() == {"data": []}
-        for query, field in (({"state": "odd"}, "states"), ({"before": "x"}, "before"), ({"limit": 0}, "limit")):
+        for query, field in (
+            ({"state": "odd"}, "states"),
+            ({"before": "x"}, "before"),
+            ({"limit": 0}, "limit"),
+            ({"model": ""}, "model"),
+        ):
             answer = await http.get("/traces", params=query)
             assert (answer.status_code, answer.json()["field"]) == (422, field)
 

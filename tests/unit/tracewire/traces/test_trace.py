@@ -64,6 +64,8 @@ async def test_outputs_come_one_by_one_and_the_result_is_folded(client: Client, 
             assert [item.id for item in items] == ["1-1", "1-2", "1-3"]
             assert items[-1].finish_reason == "length"
             result = await trace.result()
+            final = await trace.final()
+            assert (final.status, final.usage, final.manifest) == ("finished", result.usage, result.manifest)
     assert result.text == "one two three"
     assert result.token_ids == [100, 101, 102]
     assert result.saves == {"scores": [0.0, 0.5, 1.0]}

@@ -1,0 +1,89 @@
+"""`tracewire gateway`, as a process and as a command that ends at once."""
+
+# ruff: noqa: ASYNC220
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import openai
+import pytest
+
+from tests.support import ROOT
+from tests.unit.tracewire.cli.test_main import command
+from tracewire.gateway.keys import Keys
+
+Engine = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "there are no keys"),
+        (["--keys", "/nowhere/keys.toml"], "No such file"),
+        (["--tls-key", "k.pem"], "--tls-certificate"),
+        (["--new-key", "a b"], "name: expected letters"),
+        (["--new-key", "a", "--rights", "write"], "'write' is none of"),
+    ],
+)
+async def test_what_cannot_be_served(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await command("gateway", "--url", "redis://localhost", "--port", "0", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tracewire: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+async def test_a_taken_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert await command("gateway", "--url", "redis://localhost", "--port", port) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+async def test_a_new_key_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await command("gateway", "--new-key", "alice", "--rights", "read,submit", "--tenant", "red") == 0
+    said = capsys.readouterr().out
+    key = said.splitlines()[0].rpartition(" ")[2]
+    file = tmp_path / "keys.toml"
+    file.write_text(said)
+    caller = Keys(file).caller(f"Bearer {key}")
+    assert (caller.name, caller.tenant, caller.rights) == ("alice", "red", {"read", "submit"})
+
+
+async def test_a_process_serves_until_sigterm(engine: Engine, redis_url: str, prefix: str) -> None:
+    options = ["--url", redis_url, "--prefix", prefix, "--port", "0", "--drain", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", "gateway", *options], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        url = (await anyio.to_thread.run_sync(process.stdout.readline)).split()[1]
+        async with engine(), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as api:
+            answer = await api.completions.create(model="tiny", prompt="x")
+            assert answer.choices[0].text == "one two three"
+        process.send_signal(signal.SIGTERM)
+        assert await anyio.to_thread.run_sync(process.wait) == 0
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient() as http:
+                await http.get(f"{url}/healthz")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_no_other_command_loads_what_the_gateway_needs() -> None:
+    code = "import sys, tracewire.cli.main as m; m.build_parser(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "tracewire.cli.gateway" in loaded
+    assert not {"fastapi", "uvicorn", "prometheus_client", "pydantic", "tracewire.gateway"} & set(loaded)
