@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from tracewire.checks import Duration, check_limit, check_text
+from tracewire.error_mapping import bus_errors
 from tracewire.traces.model import Model
 
 from .listing import Listing
@@ -44,6 +45,15 @@ class Models:
         check_text("name", name)
         served = await self._session.models.find(name, check_limit("timeout", timeout), age=0)
         return Model(served.info, served.trees, self._session)
+
+    async def waiting(self, name: str) -> int:
+        """How many submissions wait for a model, whether engines serve it or not.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        with bus_errors():
+            return await self._session.open_bus().queue.waiting(check_text("name", name))
 
     def __repr__(self) -> str:
         return "<Models>"

@@ -650,6 +650,14 @@ class Models(Bridge[AsyncModels]):
         made: Model = Model._of(self, self._portal.call(partial(self._async.get, name, timeout=timeout)))
         return made
 
+    def waiting(self, name: str) -> int:
+        """How many submissions wait for a model, whether engines serve it or not.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.waiting, name))
+
 
 class Traces(Bridge[AsyncTraces]):
     """The traces that were submitted of late, running and ended. Available as `Client.traces`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tracewire import Client
+
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,6 +68,35 @@ class Metrics:
         self.steers = Counter(
             "tracewire_gateway_steers_total", "Changes of live parameters, by outcome.", ("outcome",), registry=registry
         )
+
+        self.engines = Gauge("tracewire_engines", "Running engines, by state.", ("model", "state"), registry=registry)
+        self.engine_running = Gauge(
+            "tracewire_engine_running_traces", "Traces that an engine runs.", ("model", "engine"), registry=registry
+        )
+        self.engine_capacity = Gauge(
+            "tracewire_engine_capacity", "Traces that an engine runs at most.", ("model", "engine"), registry=registry
+        )
+        self.waiting = Gauge(
+            "tracewire_queue_waiting", "Submissions that wait for a model.", ("model",), registry=registry
+        )
+
+    async def read_bus(self, client: Client) -> None:
+        """Set the metrics of the bus: its engines and queues.
+
+        Raises:
+            TracewireError: the bus does not answer.
+        """
+        engines = await client.engines.list()
+        waiting = {model: await client.models.waiting(model) for model in {engine.model for engine in engines}}
+        for gauge in (self.engines, self.engine_running, self.engine_capacity, self.waiting):
+            # An engine that has left is no longer told of.
+            gauge.clear()
+        for engine in engines:
+            self.engines.labels(engine.model, engine.state).inc()
+            self.engine_running.labels(engine.model, engine.name).set(engine.running)
+            self.engine_capacity.labels(engine.model, engine.name).set(engine.capacity)
+        for model, count in waiting.items():
+            self.waiting.labels(model).set(count)
 
     def text(self) -> bytes:
         """The metrics in Prometheus's text form."""

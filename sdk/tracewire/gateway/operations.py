@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import anyio
@@ -14,6 +15,8 @@ from .metrics import CONTENT_TYPE
 from .state import TheGateway, needs
 
 __all__ = ["router"]
+
+logger = logging.getLogger("tracewire.gateway")
 
 router = APIRouter(tags=["operations"])
 
@@ -42,6 +45,11 @@ async def readyz(gateway: TheGateway) -> Response:
 
 @router.get("/metrics", dependencies=[needs("operate")], include_in_schema=False)
 async def metrics(gateway: TheGateway) -> Response:
-    """Answer with the gateway's metrics in Prometheus's text form."""
+    """Answer with the metrics in Prometheus's text form. While the bus does not answer, its last ones stay."""
+    with anyio.move_on_after(_READY_S):
+        try:
+            await gateway.metrics.read_bus(gateway.client)
+        except TracewireError as error:
+            logger.warning("the metrics of the bus cannot be read: %s", error)
     gateway.metrics.running.set(gateway.running)
     return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)

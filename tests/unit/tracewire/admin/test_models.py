@@ -33,3 +33,11 @@ async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., A
 async def test_waiting_for_a_model_ends(client: Client) -> None:
     with pytest.raises(UnknownModel, match=r"after 0\.01 s"):
         await client.models.get("tiny", timeout=0.01)
+
+
+async def test_submissions_that_wait_are_counted(client: Client, registered: str) -> None:
+    assert await client.models.waiting("tiny") == 0
+    for _ in range(2):
+        await client.trace("tiny", "x", detach=True).start()
+    assert await client.models.waiting("tiny") == 2
+    assert await client.models.waiting("other") == 0

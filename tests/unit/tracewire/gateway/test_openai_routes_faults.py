@@ -23,7 +23,6 @@ from tests.support.bus_engine import Stage
 from tests.support.gateways import Served, serving
 from tests.support.sse import events
 from tests.support.until import until
-from tracewire import Client
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Failure
@@ -104,11 +103,12 @@ async def test_a_bus_that_is_away_is_an_answer_and_no_hanging_request(prefix: st
         assert (await http.get("/healthz")).status_code == 200
 
 
-STREAMS, TOKENS = 200, 20
+TOKENS = 20
 
 
+@pytest.mark.parametrize("streams", [20, pytest.param(200, marks=pytest.mark.full)])
 async def test_clients_of_a_gateway_that_is_killed_go_on_at_another(
-    engine: Engine, served: Served, redis_url: str, prefix: str, client: Client
+    engine: Engine, served: Served, redis_url: str, prefix: str, streams: int
 ) -> None:
     go_on = anyio.Event()
 
@@ -155,13 +155,13 @@ async def test_clients_of_a_gateway_that_is_killed_go_on_at_another(
             found.append((text, values))
 
         async with engine(script), anyio.create_task_group() as group:
-            for _ in range(STREAMS):
+            for _ in range(streams):
                 group.start_soon(follow)
-            await until(lambda: len(halfway) == STREAMS)
+            await until(lambda: len(halfway) == streams)
             process.send_signal(signal.SIGKILL)
             go_on.set()
         whole = "".join(f"{number} " for number in range(TOKENS))
-        assert found == [(whole, list(range(TOKENS)))] * STREAMS
+        assert found == [(whole, list(range(TOKENS)))] * streams
     finally:
         process.kill()
         await anyio.to_thread.run_sync(partial(process.wait, 60))

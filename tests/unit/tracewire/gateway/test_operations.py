@@ -9,8 +9,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import ROOT
-from tests.support.bus_engine import tiny
+from tests.support.bus_engine import engine_info, tiny
 from tests.support.gateways import Served
+from tracewire_bus.bus import Bus
 
 Engine = Callable[..., Any]
 
@@ -51,10 +52,29 @@ async def test_requests_tokens_and_times_are_counted(engine: Engine, served: Ser
 
 
 async def test_the_metrics_are_those_of_the_page(engine: Engine, served: Served) -> None:
-    documented = set(re.findall(r"^\| `(tracewire_gateway_\w+)`", (ROOT / "docs" / "gateway.md").read_text(), re.M))
+    rows = re.findall(r"^\| (`tracewire_.*?) \|", (ROOT / "docs" / "gateway.md").read_text(), re.M)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     registry = served.gateway.metrics.registry
     names = {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
     assert documented == names
+
+
+async def test_engines_and_queues_are_counted(engine: Engine, served: Served) -> None:
+    async with engine(engine="one", running=2, capacity=4), engine(engine="two", state="draining"):
+        found = await metrics(served)
+        assert found["tracewire_engines", ("tiny", "serving")] == found["tracewire_engines", ("tiny", "draining")] == 1
+        assert found["tracewire_engine_running_traces", ("one", "tiny")] == 2
+        assert found["tracewire_engine_capacity", ("one", "tiny")] == 4
+    found = await metrics(served)
+    assert not any(name.startswith("tracewire_engine") for name, _ in found)
+
+
+async def test_submissions_that_wait_are_counted(bus: Bus, served: Served) -> None:
+    await bus.registry.register(engine_info(), ttl_s=600)
+    async with served.http() as http:
+        for _ in range(3):
+            await http.post("/traces", json={"model": "tiny", "prompt": "x"})
+    assert (await metrics(served))["tracewire_queue_waiting", ("tiny",)] == 3
 
 
 async def test_the_document_of_the_api_has_all_routes(served: Served) -> None:
