@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 from typing import Any
 
 import anyio
@@ -42,7 +41,7 @@ async def list_engines(gateway: TheGateway, model: ModelName = None) -> Response
     """List the running engines."""
     with gateway.patience():
         engines = await gateway.client.engines.list(model=model)
-    return _json({"data": [{**asdict(engine), "ready": engine.ready} for engine in engines]})
+    return _json({"data": [{**msgspec.to_builtins(engine), "ready": engine.ready} for engine in engines]})
 
 
 @router.get("/engines/{name}", dependencies=[needs("read")], responses=answers("The engine.", _ENGINE))
@@ -50,7 +49,7 @@ async def get_engine(name: str, gateway: TheGateway) -> Response:
     """Describe one engine."""
     with gateway.patience():
         engine = await gateway.client.engines.get(name)
-    return _json({**asdict(engine), "ready": engine.ready})
+    return _json({**msgspec.to_builtins(engine), "ready": engine.ready})
 
 
 @router.post(

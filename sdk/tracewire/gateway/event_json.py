@@ -11,6 +11,7 @@ from tracewire import (
     Event,
     Final,
     Gap,
+    Lagging,
     Output,
     Paused,
     Restarted,
@@ -56,6 +57,8 @@ def _fields(event: Event, form: Form, trace_id: str) -> dict[str, Any]:
             }
         case Paused() | Resumed():
             return {"by": event.by, "time": event.time}
+        case Lagging():
+            return {name: getattr(event, name) for name in ("action", "nbytes", "left_out", "time")}
         case Waiting():
             return {"reason": event.reason, "time": event.time}
         case Restarted():

@@ -29,6 +29,7 @@ def _options(tracing: Tracing, caller: Caller, priority: int) -> dict[str, Any]:
         "max_attempts": tracing.max_attempts,
         "edits": tracing.edits,
         "token_strings": tracing.token_strings,
+        "on_lag": tracing.on_lag,
         "trace_id": caller.trace_id(tracing.trace_id),
         "priority": priority,
         "by": caller.name,

@@ -62,6 +62,7 @@ async def test_interventions_and_live_parameters_are_those_of_the_sdk(
         "deadline": 30,
         "on_engine_loss": "fail",
         "token_strings": True,
+        "on_lag": "thin",
         "trace_id": "mine",
     }
     async with engine(tiny) as scripted, served.openai() as api:
@@ -75,6 +76,7 @@ async def test_interventions_and_live_parameters_are_those_of_the_sdk(
             deadline=30,
             on_engine_loss="fail",
             token_strings=True,
+            on_lag="thin",
             trace_id="same",
         )
         await trace.result()
