@@ -23,10 +23,14 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-def _not_served(value: bool | None) -> bool | None:
+def _not_served(value: Any) -> Any:
     if value:
-        raise ValueError("the gateway does not serve this")
+        raise ValueError("the gateway does not serve this yet")
     return value
+
+
+#: A field of OpenAI's API, or of vLLM's, that is refused unless it asks for nothing.
+NotServed = Annotated[Any, AfterValidator(_not_served)]
 
 
 class Body(BaseModel):
@@ -166,9 +170,9 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
     logprobs: int | None = Field(default=None, ge=0)
-    echo: Annotated[bool | None, AfterValidator(_not_served)] = None
-    suffix: None = None
-    best_of: int | None = None
+    echo: NotServed = None
+    suffix: NotServed = None
+    best_of: NotServed = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
@@ -189,11 +193,12 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: None = None
-    tool_choice: Literal["none"] | None = None
-    functions: None = None
-    function_call: Literal["none"] | None = None
-    chat_template_kwargs: None = None
+    tools: NotServed = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: NotServed = None
+    function_call: Literal["none", "auto"] | None = None
+    chat_template_kwargs: NotServed = None
     modalities: list[Literal["text"]] | None = None
 
     def prompts(self) -> list[list[dict[str, Any]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -95,6 +97,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._socket = bound(binding)
         self._ready: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
         host, port = self._socket.getsockname()[:2]
         scheme = "https" if binding.certificate is not None else "http"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -106,15 +109,26 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal, and stop at once at a second SIGINT."""
+        super().handle_exit(sig, frame)
+        gateway = getattr(self.app.state, "gateway", None)
+        if self.force_exit and gateway is not None and self._loop is not None:
+            # Tasks cannot be cancelled from a signal's handler.
+            self._loop.call_soon_threadsafe(gateway.hurry)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: `/readyz` says so while the requests that run have time to end."""
         gateway = getattr(self.app.state, "gateway", None)
         if gateway is not None:
             await gateway.drain()
+        # A second interrupt has ended the draining. What is left is short, and cancels the attached traces.
+        self.force_exit = False
         await super().shutdown(sockets)
 
 

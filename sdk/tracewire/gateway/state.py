@@ -42,6 +42,7 @@ class Gateway:
         self.closing = False
         self.running = 0
         self._idle = anyio.Event()
+        self._draining: anyio.CancelScope | None = None
         #: The base models of LoRA adapters, as they were last found.
         self._bases: dict[str, str] = {}
 
@@ -60,13 +61,18 @@ class Gateway:
     async def drain(self) -> None:
         """Take no new requests, and wait for those that run: up to `drain_s`, and then a moment for streams' ends."""
         self.closing = True
-        with anyio.move_on_after(self.settings.drain_s):
+        with anyio.move_on_after(self.settings.drain_s) as self._draining:
             await self._until_idle()
         self.streams.close()
         for scope in list(self.sockets):
             scope.cancel()
         with anyio.move_on_after(RETRY_AFTER_S):
             await self._until_idle()
+
+    def hurry(self) -> None:
+        """Wait no longer for the requests that run."""
+        if self._draining is not None:
+            self._draining.cancel()
 
     async def _until_idle(self) -> None:
         while self.running:

@@ -34,6 +34,9 @@ def _options(tracing: Tracing, caller: Caller, priority: int) -> dict[str, Any]:
         "priority": priority,
         "by": caller.name,
     }
+    if tracing.trace_id is not None:
+        # Submitted again, an id is the trace that has it, with all of its events.
+        caller.require("read")
     if priority < 0:
         # Lower runs first, ahead of everybody's traces.
         caller.require("operate")

@@ -103,6 +103,21 @@ async def test_a_key_that_only_reads_changes_nothing(engine: Engine, guarded: Se
         assert scripted.taken == []
 
 
+async def test_an_id_of_ones_own_takes_the_right_to_read(
+    engine: Engine, gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry_of("writer", "writer", frozenset({"submit"}), "") + entry_of(ROOT, "root", RIGHTS, ""))
+    named = {"model": "tiny", "prompt": "x", "trace_id": "secret"}
+    async with engine(tiny), gateway(keys=file) as served, served.http("writer") as http, served.http(ROOT) as root:
+        assert (await root.post("/traces", json=named)).status_code == 202
+        # Submitted again, this would be the trace that has the id.
+        assert (await http.post("/traces", json=named)).status_code == 403
+        body = {"model": "tiny", "prompt": "x", "tracewire": {"trace_id": "secret"}}
+        assert (await http.post("/v1/completions", json=body)).status_code == 403
+        assert (await http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})).status_code == 200
+
+
 async def test_code_and_precedence_take_rights_of_their_own(engine: Engine, guarded: Served) -> None:
     block = {"block": {"source": "x = 1\n"}}
     async with engine(tiny), guarded.openai(RED) as red, guarded.openai(ROOT) as root:

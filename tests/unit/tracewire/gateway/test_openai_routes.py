@@ -185,6 +185,7 @@ async def test_an_adapters_name_is_a_model(engine: Engine, served: Served) -> No
         ({"prompt": 5}, "prompt", "valid string"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
         ({"echo": True}, "echo", "does not serve this"),
+        ({"best_of": 2}, "best_of", "does not serve this"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "expected a JSON schema"),
         ({"tracewire": {"live": {"alpha": []}, "bend": 1}}, "tracewire.bend", "unknown field"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,19 @@ async def test_requests_that_run_may_end_and_no_new_ones_begin(
         assert "Retry-After" in refused.headers
         await client.steer(trace_id, alpha=1.0)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "one two"
+
+
+async def test_a_second_interrupt_waits_for_nothing(engine: Engine, gateway: Callable[..., Any]) -> None:
+    async with engine(running), gateway(drain_s=600.0) as served, served.openai() as api:
+        stream = await api.completions.create(model="tiny", prompt="x", stream=True, extra_body={"tracewire": LIVE})
+        await anext(stream)
+        served.server.handle_exit(signal.SIGINT, None)
+        await until(lambda: served.gateway.closing)
+        served.server.handle_exit(signal.SIGINT, None)
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.code == "gateway_closing"
 
 
 async def test_a_stream_ends_with_its_place_and_goes_on_at_another_gateway(
