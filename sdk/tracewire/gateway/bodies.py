@@ -62,7 +62,7 @@ class Tracing(Body):
     on_engine_loss: Literal["restart", "fail"] = "restart"
     max_attempts: int = Field(default=3, ge=1, le=100)
     token_strings: bool = False
-    on_lag: Literal["hold", "thin"] = "hold"
+    on_lag: Literal["hold", "thin", "spill"] = "hold"
     trace_id: str | None = None
 
 

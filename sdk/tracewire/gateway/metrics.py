@@ -17,6 +17,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 class Metrics:
     """The metrics of one gateway, in a registry of its own."""
 
+    # whole: a table of metrics
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(

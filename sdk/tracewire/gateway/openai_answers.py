@@ -125,11 +125,16 @@ class CompletionAnswer(Answer):
             logprob, _, text = step.get(token_id, (None, None, None))
             tokens.append(text or "")
             chosen.append(logprob)
-            tops.append({one[2] or "": one[0] for one in _ranked(step, len(step))} if self._top else None)
+            tops.append({one[2] or "": one[0] for one in _ranked(step, len(step))})
             offsets.append(offset)
             offset += len(text or "")
         self._offsets[index] = offset
-        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": chosen,
+            "top_logprobs": tops if self._top else None,
+            "text_offset": offsets,
+        }
 
 
 class ChatAnswer(Answer):
