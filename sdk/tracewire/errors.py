@@ -183,8 +183,8 @@ class BusRefused(ConnectError, PermissionDeniedError):
 
 
 class UnexpectedReply(ConnectError, IntegrityError):
-    """Redis answered with an error that no Redis of a supported version gives: an old server, a proxy, or somebody
-    else's values under Tracewire's keys.
+    """Redis answered with an error that no Redis of a supported version gives: an old server, a proxy, or another
+    program's values under Tracewire's keys.
     """
 
 
@@ -266,8 +266,8 @@ class Overloaded(RetryableError):
         model: the model's name.
         waiting: how many submissions wait.
         limit: how many may wait. A client with few waiting submissions of its own is refused only at twice as many.
-        retry_after: seconds until there is room again (0.1 to 60). Redis computes it from how fast engines took
-            submissions of late.
+        retry_after: seconds until there is room again (0.1 to 60). Redis computes it from the rate at which
+            engines took submissions.
     """
 
     def __init__(self, model: str, waiting: int, limit: int, retry_after: float) -> None:
@@ -441,11 +441,11 @@ class UntransportableVariable(TraceRejected):
 
 
 class TraceEnded(ConflictError):
-    """The trace has ended, or is about to: nothing about it can be changed any more."""
+    """The trace has ended, or is about to: nothing about it can be changed."""
 
     def __init__(self, trace_id: str) -> None:
         self.trace_id = trace_id
-        super().__init__(f"trace {trace_id} has ended: nothing about it can be changed any more; submit another one")
+        super().__init__(f"trace {trace_id} has ended: nothing about it can be changed; submit another one")
 
 
 class SteerRejected(TracewireError):
@@ -571,7 +571,7 @@ class MalformedEvent(BrokenStream, IntegrityError):
     """An event cannot be decoded, or does not continue the events before it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"{message} (somebody else wrote to the stream, or an engine has a defect: its log has more)")
+        super().__init__(f"{message} (another program wrote to the stream, or an engine has a defect: its log has more)")
 
 
 class ClientTooOld(BrokenStream, ConflictError):

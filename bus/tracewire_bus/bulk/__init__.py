@@ -1,1 +1,1 @@
-"""Bulk beside Redis: what traces save in volume lies in files of the engine's host, and events refer to it."""
+"""Bulk beside Redis: large saves of traces are in files of the engine's host, and events refer to them."""

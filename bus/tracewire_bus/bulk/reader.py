@@ -18,19 +18,19 @@ __all__ = ["BulkMissing", "BulkReader"]
 
 logger = logging.getLogger("tracewire")
 
-#: How long the reader goes by what Redis said of a store, in seconds.
+#: How long the reader caches Redis's entry of a store, in seconds.
 _AGE_S: Final = 5.0
 
 
 class BulkMissing(BusError, LookupError):
-    """The bytes of a range cannot be had any more, or not from here."""
+    """The bytes of a range are lost, or cannot be read from this host."""
 
 
 class BulkReader:
     """Reads ranges of all stores of one bus. Any task may use it.
 
     Attributes:
-        stores: where the stores are.
+        stores: the places of the stores.
     """
 
     def __init__(self, stores: BulkStores) -> None:

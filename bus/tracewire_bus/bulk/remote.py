@@ -4,8 +4,8 @@ A connection begins with a line, the token of the store. Then each request is a 
 offset, nbytes]`, and each reply a line, `ok <nbytes>` and the bytes, or `no <why>`. Connections are kept for later
 requests.
 
-Whoever can read the stream of a trace on Redis can read the tokens. The bytes travel as they are, so a network that
-others share needs a tunnel, as Redis without TLS does.
+A client that can read the stream of a trace on Redis can read the tokens. The bytes travel unencrypted, so a network
+with untrusted hosts needs a tunnel, as for Redis without TLS.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ async def _answer(
     if data is None:
         await stream.send(b"no there are no such bytes: they are gone with their trace\n")
         return
-    # A consumer that takes nothing for long holds these bytes, but no one else's.
+    # A slow consumer keeps these bytes in memory, and delays no other consumer.
     with anyio.fail_after(_IDLE_S):
         await stream.send(b"ok %d\n" % len(data) + data[:_CHUNK])
     for start in range(_CHUNK, len(data), _CHUNK):

@@ -1,7 +1,7 @@
 """Segments: the files of a bulk store. An attempt of a trace appends to one, and consumers read ranges of it.
 
-A store is a folder with the segments of one engine, in memory (`/dev/shm`) or on a disk. The folder's `index` says
-which segment is whose trace. The engine that owns a store holds a lock on the folder. When an engine has died, the
+A store is a folder with the segments of one engine, in memory (`/dev/shm`) or on a disk. The folder's `index` maps
+each segment to its trace. The engine that owns a store holds a lock on the folder. When an engine has died, the
 next engine that uses the same parent folder and the same bus takes its stores over.
 """
 
@@ -31,7 +31,7 @@ _INDEX, _LOCK, _BUS = "index", "lock", "bus"
 
 
 class StoreFull(OSError):
-    """A store holds as many bytes as it may."""
+    """The store is full."""
 
 
 class Segment:

@@ -12,7 +12,7 @@ from tracewire_bus.transport.pool import Connections
 
 __all__ = ["BulkStores", "StorePlace"]
 
-#: How long Redis knows a store of which no engine says anything, in seconds. Engines say it much more often.
+#: How long Redis keeps the entry of a store that no engine renews, in seconds. Engines renew it much more often.
 _KNOWN_S: Final = 7 * 24 * 3600
 
 

@@ -214,8 +214,8 @@ def _copy(value: Any) -> Any:
 class Fold:
     """The folded state of one trace.
 
-    The caller must `apply` all events of the trace's stream, each once and in order. After a `FoldError` the fold must
-    not be used any more. The fold copies the containers of the events that it applies. A caller must not change the
+    The caller must `apply` all events of the trace's stream, each once and in order. After a `FoldError` the caller
+    must drop the fold. The fold copies the containers of the events that it applies. A caller must not change the
     fold's own containers: use `copy` or `state`.
 
     Args:

@@ -377,7 +377,7 @@ class Queue:
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
         """Withdraw all entries that wait under a lease. Returns them in the order of submission.
 
-        No engine can take them any more. Each call returns them again until they are settled (`done`), so that no lost
+        No engine can take withdrawn entries. Each call returns them again until they are settled (`done`), so that no lost
         reply loses an entry. Entries of more than 64 KiB, and those beyond 8 MiB in all, lack their data `d`.
 
         Raises:

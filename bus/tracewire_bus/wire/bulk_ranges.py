@@ -1,4 +1,4 @@
-"""References to bytes that lie beside Redis: the deltas of an output that are more than Redis should carry.
+"""References to bytes outside Redis: the deltas of an output that are too large for Redis.
 
 Such an output's `deltas` are one msgpack extension, a `BulkRange`, in place of the list. The bytes that the range
 names are the encoded list itself. So the same consumers decode it, once they have the bytes.

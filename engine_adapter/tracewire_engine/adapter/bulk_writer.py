@@ -1,10 +1,10 @@
-"""Bulk beside Redis, on the engine's side: what outputs save in volume goes to files, and events refer to it.
+"""Bulk beside Redis, on the engine's side: large saves of outputs go to files, and events refer to them.
 
-An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. They are appended to a segment
-of the engine's bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. Where the
-store takes no more, outputs go to Redis whole, as without a store.
+An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. The engine appends them to a segment
+of the engine's bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. If the
+store is full, outputs go to Redis whole, as without a store.
 
-A segment lies there as long as Redis has its trace. The engine looks for traces that Redis has dropped, takes the
+The engine keeps a segment as long as Redis has its trace. The engine looks for traces that Redis has dropped, takes the
 stores of dead engines over, and serves all its stores to consumers on other hosts.
 """
 
@@ -142,7 +142,7 @@ class BulkWriter:
             logger.info("took over %d bulk stores of engines that have died", len(self._stores) - 1)
 
     def of_trace(self, trace: str) -> TraceBulk:
-        """The place for what one attempt of a trace saves in volume. The caller closes it."""
+        """The place for the large saves of one attempt of a trace. The caller closes it."""
         self._running.add(trace)
         return TraceBulk(self, trace)
 
@@ -270,7 +270,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _bus_id(bus: Bus) -> str:
-    """What engines of one bus have in common: an engine takes over the stores of its own bus only."""
+    """A text that engines of one bus share: an engine takes over the stores of its own bus only."""
     return blake2b(f"{redacted(bus.url)} {bus.keys.prefix}".encode(), digest_size=16).hexdigest()
 
 

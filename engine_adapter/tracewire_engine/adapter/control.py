@@ -69,7 +69,7 @@ class Control:
                 await reader.aclose()
 
     async def _cancel(self, order: Order) -> None:
-        """Cancel a trace that this engine does not run any more. It may wait in the queue or run on another engine."""
+        """Cancel a trace that this engine does not run. It may wait in the queue or run on another engine."""
         try:
             _, model = await self._bus.records.cancel(order.trace, by=order.by, reason=order.reason, force=True)
             await self._bus.queue.withdraw(model, order.trace)

@@ -13,7 +13,7 @@ logger = logging.getLogger("tracewire")
 
 
 class Lifecycle:
-    """The state of one adapter, which serves as `engine`, and the event that tells of its changes."""
+    """The state of one adapter, which serves as `engine`, and the event that wakes tasks when it changes."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine

@@ -53,7 +53,7 @@ class ReportSource(Protocol):
         ...
 
     def remove_waiter(self) -> None:
-        """End one `add_waiter`."""
+        """Undo one call of `add_waiter`: its task has stopped waiting."""
         ...
 
 

@@ -466,7 +466,7 @@ class TraceRun:
         await self._close_record()
         end.warnings += self.lag.warnings()
         if self._ending is not None:
-            # A client may have ended the trace during the waits above, and was told that the trace ends so.
+            # A client may have ended the trace during the waits above, and got the answer that the trace ends so.
             end.status, end.error = self._ending
         prompt_logprobs = [request.outputs.prompt_logprobs for request in self.requests]
         await self._append(

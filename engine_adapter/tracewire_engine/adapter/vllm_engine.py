@@ -349,7 +349,7 @@ class VllmEngine:
             logger.debug("vLLM did not say at which token requests end: %s", error)
             return
         for name in names:
-            # A request that had ended by itself has no state any more when its last output has come.
+            # vLLM has dropped the state of a request that ended by itself when its last output has come.
             while (state := states.get(name)) is not None:
                 if name in tokens and state.detokenizer.num_output_tokens() >= tokens[name]:
                     break

@@ -156,7 +156,7 @@ class TracewireRayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc,
     def shutdown(self) -> None:
         """End the workers and leave the cluster. A cluster that this engine started ends too."""
         if not ray.is_initialized():
-            # Ray would otherwise join the cluster again, to end actors that it does not know any more.
+            # Ray would otherwise join the cluster again, to end actors that it does not know.
             self.ray_worker_handles: list[Any] = []
         super().shutdown()
         # Without this, two of Ray's processes would outlive the engine by minutes.

@@ -106,7 +106,7 @@ def _read(function: types.FunctionType) -> FunctionSource:
             line=line,
         )
     changed = BlockError(
-        f"{name}() is not at this line any more: the file has changed since it was imported; import it again",
+        f"{name}() is not at this line: the file has changed since it was imported; import it again",
         filename=filename,
         line=line,
     )

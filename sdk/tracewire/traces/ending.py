@@ -53,7 +53,7 @@ class Ending:
         Raises:
             TraceRejected: the trace never ran.
             InterventionError: its block raised.
-            TraceCancelled: somebody cancelled it.
+            TraceCancelled: a client cancelled it.
             TraceExpired: its deadline passed.
             TraceFailed: its engine could not go on; the subclass says why.
         """

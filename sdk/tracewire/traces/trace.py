@@ -1,8 +1,8 @@
-"""A trace from its submission to its result, and a subscription to one that somebody submitted.
+"""A trace from its submission to its result, and a subscription to a trace of any client.
 
 Both are handles: they own no task and hold no cancel scope between two calls, so that they can be entered in one task
 and closed in another, as web frameworks and test fixtures do. Reading is pulled. Nothing is read ahead but the bounded
-buffer of the client's one reader, and a consumer that does not read holds up nobody.
+buffer of the client's one reader, and a consumer that does not read delays no other consumer.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Declaration:
         self.failure: Failure | None = None
         #: The scheduler's name of the request.
         self.id = ""
-        #: Whether the failure has been reported with a step; whether other pipeline stages were told.
+        #: Whether the failure has been reported with a step; whether the other pipeline stages have got it.
         self.reported = False
         #: The index of the token in whose step it was reported.
         self.failed_at: int | None = None

@@ -163,7 +163,7 @@ class DeclaredRequests:
         self._layouts = 0
         #: Under pipeline parallelism, whether a location is on this stage.
         self.here: Callable[[str], bool] | None = None
-        #: Whether the plan no longer holds: a request came or went, or failed.
+        #: Whether the plan is outdated: a request came or went, or failed.
         self.stale = False
         #: Under tensor parallelism, the other ranks.
         self.ranks: Ranks | None = None
