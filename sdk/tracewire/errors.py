@@ -571,7 +571,9 @@ class MalformedEvent(BrokenStream, IntegrityError):
     """An event cannot be decoded, or does not continue the events before it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"{message} (another program wrote to the stream, or an engine has a defect: its log has more)")
+        super().__init__(
+            f"{message} (another program wrote to the stream, or an engine has a defect: its log has more)"
+        )
 
 
 class ClientTooOld(BrokenStream, ConflictError):

@@ -377,8 +377,8 @@ class Queue:
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
         """Withdraw all entries that wait under a lease. Returns them in the order of submission.
 
-        No engine can take withdrawn entries. Each call returns them again until they are settled (`done`), so that no lost
-        reply loses an entry. Entries of more than 64 KiB, and those beyond 8 MiB in all, lack their data `d`.
+        No engine can take withdrawn entries. Each call returns them again until they are settled (`done`), so that no
+        lost reply loses an entry. Entries of more than 64 KiB, and those beyond 8 MiB in all, lack their data `d`.
 
         Raises:
             BusUnavailable: Redis does not answer; the entries may have been withdrawn.

@@ -1,8 +1,8 @@
 """Bulk beside Redis, on the engine's side: large saves of outputs go to files, and events refer to them.
 
-An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. The engine appends them to a segment
-of the engine's bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. If the
-store is full, outputs go to Redis whole, as without a store.
+An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. The engine appends them to a
+segment of its bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. If the store
+is full, outputs go to Redis whole, as without a store.
 
 The engine keeps a segment as long as Redis has its trace. The engine looks for traces that Redis has dropped, takes the
 stores of dead engines over, and serves all its stores to consumers on other hosts.
