@@ -14,6 +14,7 @@ from tests.support.adapter_command import import_ahead
 from tests.support.engine_process import (
     BLOB_THRESHOLD,
     SECRET,
+    TEMPLATE,
     EngineProcess,
     expect_engines,
     is_asked_for,
@@ -89,6 +90,9 @@ def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.Temp
     """The shared engine, on its way."""
     # Its Redis takes any password of this user.
     secret = f"{engine_bus}?username=default&password={SECRET}"
+    folder = tmp_path_factory.mktemp("engine")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
     options = (
         "--check-collect",
         "--block-timeout",
@@ -97,9 +101,14 @@ def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.Temp
         str(BLOB_THRESHOLD),
         "--openai",
         "127.0.0.1:0",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--chat-template",
+        str(template),
     )
     environment = {"HF_TOKEN": SECRET}
-    with started_engine(secret, tmp_path_factory.mktemp("engine"), *options, environment=environment) as engine:
+    with started_engine(secret, folder, *options, environment=environment) as engine:
         yield engine
 
 

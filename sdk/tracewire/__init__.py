@@ -71,15 +71,19 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
+    ChatMessage,
     Clamp,
     DeclaredIntervention,
     FirstToken,
     Live,
     LogitLens,
+    MessageDelta,
     Probe,
     Status,
     Steer,
     StopWhen,
+    ToolCall,
+    ToolCallDelta,
 )
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -181,6 +185,7 @@ __all__ = [
     "BusRefused",
     "BusUnavailable",
     "Change",
+    "ChatMessage",
     "Choice",
     "Clamp",
     "Client",
@@ -237,6 +242,7 @@ __all__ = [
     "LogitLens",
     "MalformedEvent",
     "MalformedRecord",
+    "MessageDelta",
     "Model",
     "ModelInfo",
     "Models",
@@ -278,6 +284,8 @@ __all__ = [
     "TokenizerUnavailable",
     "TooManyChanges",
     "TooManyEdits",
+    "ToolCall",
+    "ToolCallDelta",
     "Trace",
     "TraceCancelled",
     "TraceClosed",

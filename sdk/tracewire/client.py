@@ -224,6 +224,16 @@ class Client:
         **options: Unpack[TraceOptions],
     ) -> Trace: ...
 
+    @overload
+    def trace(
+        self,
+        model: Model | str,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        block: Intervention | Block | None = None,
+        **options: Unpack[TraceOptions],
+    ) -> Trace: ...
+
     def trace(
         self,
         model: Model | str,
@@ -231,52 +241,49 @@ class Client:
         block: Intervention | Block | None = None,
         *,
         prompts: Sequence[PromptInput] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[TraceOptions],
     ) -> Trace:
         """A trace of `block` over one prompt, or over each of `prompts`. Entering or starting the trace submits it.
 
-        All keywords other than these options are sampling params by vLLM's names (`SamplingOptions`), such as
-        `max_tokens=64` or `temperature=0.0`; `extra_sampling={...}` sends params that a newer vLLM has.
+        All other keywords are sampling params by vLLM's names (`SamplingOptions`), such as `max_tokens=64`;
+        `extra_sampling={...}` sends params that a newer vLLM has.
 
         Args:
             model: a model's handle, or its name.
             prompt: one prompt: text, token ids or chat messages.
             block: the intervention that runs on each prompt without a block of its own.
             prompts: several prompts, in place of `prompt`.
+            messages: chat messages in place of `prompt`, with options such as `tools` (`ChatOptions`); the answers are
+                `output.message` and `result.message`.
             interventions: declared interventions (`Probe`, `Steer`, ...). They apply before the block.
             live: the live parameters that the block and the interventions read, with their first values: numbers,
                 booleans, strings, bytes, and arrays of up to 1 MiB. Any client can change them while the trace runs
                 (`steer`), each to a value of the same type, dtype and shape.
-            deadline: seconds from the submission, or a timedelta. A trace that has not ended by then ends as `expired`.
-            priority: lower runs first. The queue compares it among this client's own traces, since clients take turns;
-                vLLM's scheduler compares it among all running requests.
+            deadline: seconds from the submission, or a timedelta. A trace that still runs then ends as `expired`.
+            priority: lower runs first, among this client's own traces in the queue, and among all in vLLM's scheduler.
             detach: let the trace run on when its handle is left or its client ends. Otherwise the trace is cancelled.
             on_engine_loss: `"restart"`: another engine runs the trace again when its engine is lost or shut down, and
                 iterating yields a `Restarted`. Without a `seed`, the engine derives one from the trace's id, so that
                 each attempt samples the same tokens. `"fail"`: the trace fails when its first engine is lost.
             max_attempts: how many engines may be lost over the trace before it fails.
-            edits: names of the standing interventions that the trace asks for (`Client.edits`). Without the argument,
-                those whose scope is `"all"` or `"default"` run; with an empty list, only those whose scope is `"all"`.
+            edits: names of the standing interventions that the trace asks for (`Client.edits`). Without it, those of
+                scope `"all"` or `"default"` run; with an empty list, only those of scope `"all"`.
             trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once.
-            shared: first values, by name, of lists, dicts and arrays that the blocks of all prompts share. The engine
-                has one object for each; a block uses it by its name. The last values are `result.shared`.
-            lora: name of a LoRA adapter that the engine was started with.
-            token_strings: `True`: the engine sends a string with each token id, of outputs (`output.token_strings`), of
-                prompts (`accepted.prompt_token_strings`) and of logit lenses.
+            shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
+            token_strings: `True`: the engine sends a string with each token id, of outputs, prompts and logit lenses.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of what waits. `"thin"`: it leaves
                 out what declared interventions read in some steps. `"spill"`: it puts all saves beside Redis, if it was
-                started with `--bulk`. These two hold the trace only if that is not enough. A `Lagging` event says what
-                the engine does and when that ends. Other traces run on.
-            by: the name under which the trace is submitted, by default the client's own. A service names its user here:
-                engines serve these names in turns, and `watch` shows them.
+                started with `--bulk`. These two hold the trace only if that is not enough.
+            by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:
             UnknownOption: a keyword is neither an option nor a sampling param. The error names the nearest one.
             TraceRejected: the trace cannot be submitted; `field` names the part at fault.
         """
         self._session.open_bus()
-        settings, sampling = split_options(options, prompts)
+        settings, sampling = split_options(options, prompts, messages)
         return Trace(self._session, make_submission(self._session.name, model, prompt, block, settings, sampling))
 
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:

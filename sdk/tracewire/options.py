@@ -11,7 +11,7 @@ from .checks import Duration
 from .errors import UnknownOption
 from .progress import HarvestProgress
 
-__all__ = ["HarvestOptions", "SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
+__all__ = ["ChatOptions", "HarvestOptions", "SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -73,7 +73,34 @@ class SamplingOptions(TypedDict, total=False):
     """Sampling params of a newer vLLM that this list lacks, by name. The client sends them unchecked."""
 
 
-class TraceOptions(SamplingOptions, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How chat messages become a prompt, and the output a message, as in OpenAI's and vLLM's API.
+
+    With one of these options, or with `messages=`, each choice has a `message`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """The functions that the model may call, in OpenAI's form. The engine needs a `--tool-call-parser`."""
+    tool_choice: str | Mapping[str, Any] | None
+    """`"none"`, `"auto"` (the default where there are tools), `"required"`, or the function to call, in OpenAI's form.
+    The last two constrain the output."""
+    parallel_tool_calls: bool
+    """Whether one message may have several tool calls."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further variables of the model's chat template, such as `{"enable_thinking": False}`."""
+    reasoning_effort: str | None
+    """How much the model reasons, for templates that know this variable."""
+    include_reasoning: bool
+    """Whether messages have the model's reasoning, which takes a reasoning parser of the engine."""
+    add_generation_prompt: bool
+    """Whether the prompt ends where the assistant's message begins: by default if the last one is not continued."""
+    continue_final_message: bool
+    """Whether the output continues the last of the messages."""
+    documents: Sequence[Mapping[str, Any]] | None
+    """Documents for templates that know this variable."""
+
+
+class TraceOptions(SamplingOptions, ChatOptions, total=False):
     """The keyword arguments of `Client.trace`: sampling params, and these. `Client.trace` says what they mean."""
 
     interventions: Sequence[DeclaredIntervention]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import keyword
-import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +22,12 @@ from tracewire_bus.wire.ids import is_encodable
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, Submission
 from tracewire_bus.wire.messages import Invoke as InvokeMessage
 
-from .checks import Duration, is_sendable_text, shown, type_name
+from .chats import CHAT_NAMES, set_chats
+from .checks import Duration, is_sendable_text, shown
 from .errors import TraceRejected, UntransportableVariable
 from .media import packed_media
 from .options import SamplingOptions, TraceOptions, check_names
+from .plain_values import plain
 
 __all__ = [
     "Prompt",
@@ -86,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The keyword arguments of `Client.trace` other than sampling params, with their defaults."""
 
     prompts: Sequence[PromptInput] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     interventions: Sequence[DeclaredIntervention] = ()
     live: Mapping[str, Any] | None = None
     deadline: Duration | None = None
@@ -99,22 +101,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     token_strings: bool = False
     on_lag: Literal["hold", "thin", "spill"] = "hold"
     by: str | None = None
+    #: The options about chats that were given, by name.
+    chat: dict[str, Any] = {}
 
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
-_SETTINGS = frozenset(Settings.__struct_fields__)
+_SETTINGS = frozenset(Settings.__struct_fields__) - {"chat", "messages"}
 
 
-def split_options(given: Mapping[str, Any], prompts: Sequence[PromptInput] | None) -> tuple[Settings, dict[str, Any]]:
+def split_options(
+    given: Mapping[str, Any],
+    prompts: Sequence[PromptInput] | None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Settings, dict[str, Any]]:
     """The keyword arguments of a trace, as its settings and its sampling params.
 
     Raises:
         UnknownOption: one of them is neither.
     """
     check_names(given, TraceOptions)
-    settings = Settings(prompts=prompts, **{name: value for name, value in given.items() if name in _SETTINGS})
-    return settings, {name: value for name, value in given.items() if name not in _SETTINGS}
+    chat = {name: value for name, value in given.items() if name in CHAT_NAMES}
+    own = {name: value for name, value in given.items() if name in _SETTINGS}
+    settings = Settings(prompts=prompts, messages=messages, chat=chat, **own)
+    return settings, {name: value for name, value in given.items() if name not in _SETTINGS and name not in chat}
 
 
 def make_submission(
@@ -137,7 +147,14 @@ def make_submission(
         if not isinstance(value, bool):
             raise TraceRejected(name, f"expected True or False, got {shown(value)}")
     first_values = _packed_live(live)
-    invokes = _checked_invokes(prompt, options.prompts, sampling, names)
+    if options.messages is not None:
+        if prompt is not None or options.prompts is not None:
+            raise TraceRejected("messages", "expected one of a prompt, prompts=[...] and messages=[...], got two")
+        invokes = [_checked_invoke("messages", options.messages, sampling, names)]
+    else:
+        invokes = _checked_invokes(prompt, options.prompts, sampling, names)
+    if options.chat or options.messages is not None:
+        set_chats(invokes, options.chat)
     whole = checked_block(block, names)
     for one in (whole, *(invoke.block for invoke in invokes)):
         if one is not None:
@@ -207,7 +224,7 @@ def _checked_invokes(
 
 def _checked_invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: frozenset[str]) -> InvokeMessage:
     params = _sampling_params("sampling", sampling)
-    own = f"{field}." if field != "prompt" else ""
+    own = f"{field}." if field not in ("prompt", "messages") else ""
     if isinstance(prompt, Prompt):
         params |= _sampling_params(f"{own}sampling", prompt.sampling)
     lora = params.pop("lora", None)
@@ -222,8 +239,8 @@ def _checked_invoke(field: str, prompt: Any, sampling: dict[str, Any], shared: f
 
 
 def _sampling_params(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    params = {name: _plain(f"{field}.{name}", value) for name, value in given.items() if name != "extra_sampling"}
-    extra = _plain("extra_sampling", given.get("extra_sampling", {}))
+    params = {name: plain(f"{field}.{name}", value) for name, value in given.items() if name != "extra_sampling"}
+    extra = plain("extra_sampling", given.get("extra_sampling", {}))
     if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
         raise TraceRejected("extra_sampling", f"expected a dict of sampling params by name, got {shown(extra)}")
     return params | extra
@@ -240,7 +257,7 @@ def _invoke_of(field: str, prompt: Any, params: dict[str, Any]) -> InvokeMessage
     if isinstance(prompt, str):
         if not prompt:
             raise TraceRejected(field, "the prompt is empty")
-        return InvokeMessage(prompt=_plain(field, prompt), sampling=params)
+        return InvokeMessage(prompt=plain(field, prompt), sampling=params)
     if isinstance(prompt, bytes):
         raise TraceRejected(field, f"expected text, token ids or chat messages, got {shown(prompt)}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -297,9 +314,9 @@ def _only_row(values: Any) -> Any:
 def _chat_message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise TraceRejected(f"{field}.role", f"expected a chat message with a role, got {shown(message.get('role'))}")
-    if "content" not in message:
+    if "content" not in message and "tool_calls" not in message:
         raise TraceRejected(f"{field}.content", "expected a chat message with a content")
-    parts = message["content"]
+    parts = message.get("content")
     for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind != "text":
@@ -308,42 +325,9 @@ def _chat_message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
                 f"expected text, got {kind!r}: media are not taken in chat messages (images are, as "
                 '{"prompt": text, "multi_modal_data": {"image": array}})',
             )
-    plain = _plain(field, message)
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _plain(field: str, value: Any, depth: int = 0) -> Any:
-    """`value` if it is made of plain values only; scalars of NumPy and torch become Python's."""
-    if depth > 32:
-        raise TraceRejected(field, "the value nests too deep, or refers to itself")
-    if isinstance(value, str) and not is_encodable(value):
-        raise TraceRejected(field, f"expected text, got half of a surrogate pair in {shown(value)}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise TraceRejected(field, f"expected an integer of at most 64 bits, got {shown(value)}")
-    if isinstance(value, float) and math.isnan(value):
-        raise TraceRejected(field, "expected a number, got NaN")
-    if value is None or isinstance(value, bool | str | int | float):
-        for base in (bool, int, float, str):
-            if isinstance(value, base):
-                return base(value)
-        return value
-    if isinstance(value, Mapping):
-        result = {}
-        for key, item in value.items():
-            if not isinstance(key, str | int):
-                raise TraceRejected(field, f"expected keys that are strings or integers, got {shown(key)}")
-            _plain(field, key)
-            result[key] = _plain(f"{field}.{key}", item, depth + 1)
-        return result
-    if isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return [_plain(f"{field}[{index}]", item, depth + 1) for index, item in enumerate(items)]
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return _plain(field, value.item(), depth + 1)
-    raise TraceRejected(
-        field, f"expected a number, a string, None, or a list or dict of them, got {type_name(type(value))}"
-    )
+    found = plain(field, message)
+    assert isinstance(found, dict)
+    return found
 
 
 def _is_intervention(value: Any) -> bool:

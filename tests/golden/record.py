@@ -102,6 +102,16 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         logprobs=[{5: (-0.5, 1, "a")}, {6: (-1.5, None, None)}],
         deltas=[deltas, []],
         token_strings=[" t", "wo"],
+        message=messages.MessageDelta(
+            content=" two",
+            reasoning="hm",
+            tool_calls=[messages.ToolCallDelta(index=0, id="call-1", name="add", arguments='{"a"')],
+        ),
+    )
+    message = messages.ChatMessage(
+        content="two",
+        reasoning="hm",
+        tool_calls=[messages.ToolCall(id="call-1", name="add", arguments='{"a": 1}')],
     )
     shared = messages.DecodedShared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
     change = messages.Change(version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)})
@@ -112,6 +122,20 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             Invoke(prompt="a", sampling={"max_tokens": 3, "stop": ["\n"]}),
             Invoke(token_ids=[1, 2], edits=["calm"]),
             Invoke(messages=[{"role": "user", "content": "hi"}]),
+            Invoke(
+                chat=messages.Chat(
+                    messages=[{"role": "user", "content": "hi"}],
+                    tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+                    tool_choice={"type": "function", "function": {"name": "add"}},
+                    parallel_tool_calls=False,
+                    template_kwargs={"enable_thinking": False},
+                    reasoning_effort="low",
+                    include_reasoning=False,
+                    add_generation_prompt=False,
+                    continue_final_message=True,
+                    documents=[{"title": "t", "text": "x"}],
+                )
+            ),
         ],
         block=Block(
             name="watch",
@@ -170,6 +194,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         saves={"xs": wire([1, _ARRAY])},
         token_strings=["a"],
         columns=[record],
+        message=message,
     )
     manifest = messages.Manifest(invoke=0, choice=1, name="xs", kind="list", length=2, digest=b"\1" * 16)
     left = messages.EditRecord(
@@ -246,6 +271,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
                 save_errors={"0.0.y": "cannot travel"},
                 time=7.5,
                 columns=[messages.ColumnsManifest(invoke=0, choice=1, records=1, digest=b"\2" * 16)],
+                messages=[(0, 1, message)],
             ),
         ),
         "submission": ("submission", submission),

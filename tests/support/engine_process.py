@@ -23,6 +23,7 @@ __all__ = [
     "BLOB_THRESHOLD",
     "ENVIRONMENT",
     "SECRET",
+    "TEMPLATE",
     "EngineProcess",
     "check_expected",
     "expect_engines",
@@ -38,6 +39,12 @@ ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 
 #: What the shared engine is given in its URL and environment, and shows nobody.
 SECRET = "sesame-4711"
+
+#: The shared engine's chat template: the model's own, and behind it what a chat gives as `prefill`.
+TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}:\n{{ message['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:\n{% endif %}{{ prefill or '' }}"
+)
 
 #: Saved arrays of more bytes than this are references, on the shared engine.
 BLOB_THRESHOLD = 65536

@@ -20,6 +20,7 @@ from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
     Append,
+    ChatMessage,
     Columns,
     ColumnsManifest,
     Delete,
@@ -29,6 +30,7 @@ from tracewire_bus.wire.messages import (
     Final,
     HeldChoice,
     Manifest,
+    MessageDelta,
     Notice,
     OutputBase,
     Paused,
@@ -38,10 +40,11 @@ from tracewire_bus.wire.messages import (
     Snapshot,
     Status,
     SteeredBase,
+    ToolCall,
     Usage,
 )
 
-__all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta"]
+__all__ = ["ChoiceState", "DigestMismatch", "Fold", "FoldError", "apply_delta", "extended"]
 
 _CONTAINERS = frozenset({list, dict, tuple, set})
 
@@ -77,6 +80,7 @@ class ChoiceState:
         token_strings: the tokens' strings, one a token; `None` if the engine sends none.
         finish_reason: why the choice ended, as vLLM reports it; `None` while it runs.
         stop_reason: the stop string or token id that ended the choice, if one did.
+        message: the message of a chat's choice, folded from outputs, and in the end as the final has it; else `None`.
     """
 
     def __init__(self) -> None:
@@ -93,6 +97,7 @@ class ChoiceState:
         self.token_strings: list[str] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.message: ChatMessage | None = None
         self._text: list[str] = []
 
     @property
@@ -179,6 +184,11 @@ class ChoiceState:
             self.token_strings.extend(strings)
         if output.text:
             self._text.append(output.text)
+        message: MessageDelta | ChatMessage | None = getattr(output, "message", None)
+        if isinstance(message, MessageDelta):
+            self.message = extended(self.message, message)
+        elif message is not None:
+            self.message = message
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
@@ -193,8 +203,37 @@ class ChoiceState:
         other.token_ids = list(self.token_ids)
         other.token_strings = None if self.token_strings is None else list(self.token_strings)
         other.finish_reason, other.stop_reason = self.finish_reason, self.stop_reason
+        other.message = None if self.message is None else _copied(self.message)
         other._text = list(self._text)
         return other
+
+
+def _copied(message: ChatMessage) -> ChatMessage:
+    calls = [msgspec.structs.replace(call) for call in message.tool_calls]
+    return msgspec.structs.replace(message, tool_calls=calls)
+
+
+def extended(message: ChatMessage | None, delta: MessageDelta) -> ChatMessage:
+    """`message`, or a new one, with the additions of a delta. The message is changed in place.
+
+    Raises:
+        FoldError: the delta adds to a tool call before those in front of it.
+    """
+    message = ChatMessage() if message is None else message
+    if delta.content:
+        message.content = (message.content or "") + delta.content
+    if delta.reasoning:
+        message.reasoning = (message.reasoning or "") + delta.reasoning
+    for added in delta.tool_calls:
+        if added.index == len(message.tool_calls):
+            message.tool_calls.append(ToolCall(id=added.id or "", name=added.name or "", arguments=added.arguments))
+            continue
+        if not 0 <= added.index < len(message.tool_calls):
+            raise FoldError(f"a message of {len(message.tool_calls)} tool calls got more of number {added.index}")
+        call = message.tool_calls[added.index]
+        call.id, call.name = call.id or added.id or "", call.name or added.name or ""
+        call.arguments += added.arguments
+    return message
 
 
 def _copy(value: Any) -> Any:
@@ -324,6 +363,8 @@ class Fold:
     def _apply_final(self, final: Final) -> None:
         for invoke, choice, deltas in final.deltas:
             self._apply_deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
+        for invoke, choice, message in final.messages:
+            self.choices.setdefault((invoke, choice), ChoiceState()).message = message
         self.status = final.status
         self.error = final.error
         self.usage = final.usage
@@ -369,6 +410,7 @@ class Fold:
                     *(invoke, choice, held.token_ids, held.text, held.finish_reason, held.stop_reason, held.values),
                     token_strings=held.token_strings,
                     columns=[Columns(layout, values) for layout, values in held.records],
+                    message=held.message,
                 )
                 for (invoke, choice), held in self.choices.items()
             ],

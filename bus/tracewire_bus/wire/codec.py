@@ -142,8 +142,8 @@ def encode_output(output: RawOutput) -> bytes | Pieces:
     output.deltas = []
     without = encode(output)
     output.deltas = steps
-    # The deltas are the last field but one. An empty list is one byte.
-    tail = _encoder().encode(output.token_strings)
+    # The deltas are the last field but two. An empty list is one byte.
+    tail = _encoder().encode(output.token_strings) + _encoder().encode(output.message)
     return Pieces([without[: -len(tail) - 1], *encode_deltas(steps).buffers, tail])
 
 

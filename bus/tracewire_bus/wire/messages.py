@@ -34,6 +34,8 @@ __all__ = [
     "Append",
     "Block",
     "Change",
+    "Chat",
+    "ChatMessage",
     "Clamp",
     "Columns",
     "ColumnsManifest",
@@ -59,6 +61,7 @@ __all__ = [
     "LogitLens",
     "Manifest",
     "Message",
+    "MessageDelta",
     "ModuleInfo",
     "Notice",
     "OutputBase",
@@ -78,15 +81,17 @@ __all__ = [
     "Steered",
     "StopWhen",
     "Submission",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "Versions",
     "Waiting",
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 0)
+SCHEMA: tuple[int, int] = (2, 1)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 3)
+REQUEST_SCHEMA: tuple[int, int] = (1, 4)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -292,8 +297,33 @@ NO_MEDIA: bytes = b"\x80"
 MAX_MEDIA_BYTES: int = 256 * 1024 * 1024
 
 
+class Chat(Message):
+    """Chat messages whose output is a message, too, and how the engine's vLLM renders and parses them.
+
+    `messages` and `tools` have OpenAI's form. `tool_choice` is `none`, `auto`, `required`, or a dict that names a
+    function; `None` is `auto` where there are tools. `template_kwargs` are further variables of the chat template,
+    `reasoning_effort` and `documents` such as have fields of their own. Without `include_reasoning`, the engine leaves
+    the reasoning out of the messages that it sends. With `continue_final_message`, the output continues the last of the
+    messages.
+
+    Outputs have a `MessageDelta` (`OutputBase`), and the final a whole `ChatMessage` for each choice (`Final`).
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: list[dict[str, Any]] = []
+
+
 class Invoke(Message):
-    """One prompt of a trace: text, token ids or chat messages (exactly one of the three), and its sampling params.
+    """One prompt of a trace, and its sampling params. The prompt is exactly one of text, token ids, chat messages, and
+    a `Chat`, which an engine of an older schema refuses.
 
     `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits` and `block`, where given,
     replace those of the submission. `lora` names a LoRA adapter of the engine. `media` is a packed dict: under `image`,
@@ -308,6 +338,7 @@ class Invoke(Message):
     block: Block | None = None
     lora: str | None = None
     media: bytes = NO_MEDIA
+    chat: Chat | None = None
 
 
 class Submission(Message):
@@ -498,6 +529,40 @@ class Accepted(Event, tag="accepted"):
     prompt_token_strings: list[list[str]] = []
 
 
+class ToolCallDelta(Message):
+    """What an output adds to the tool call of this index. Its first delta has the `id` and the name of the function."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class MessageDelta(Message):
+    """What an output adds to the message that it belongs to, as vLLM's parsers found it."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+
+class ToolCall(Message):
+    """A call of a function by the model. `arguments` are JSON as text, as the model wrote them."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class ChatMessage(Message):
+    """A message of the model: its content (`None` if it has none beside tool calls), reasoning and tool calls."""
+
+    role: str = "assistant"
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
 class OutputBase(Event):
     """Base of the outputs. Subclasses add the deltas, decoded or encoded, as the last fields.
 
@@ -526,11 +591,13 @@ class DecodedOutput(OutputBase, tag="o"):
     """One vLLM output of one choice, with decoded deltas.
 
     `deltas` is as long as `token_ids`, or empty. `token_strings` has the string of each token if the submission asked
-    for them (`Submission.token_strings`), else is `None`.
+    for them (`Submission.token_strings`), else is `None`. `message` is what the output adds to the choice's message, if
+    the invoke has a `Chat` and the output adds anything.
     """
 
     deltas: list[list[Delta]] = []
     token_strings: list[str] | None = None
+    message: MessageDelta | None = None
 
 
 class RawOutput(OutputBase, tag="o"):
@@ -540,6 +607,7 @@ class RawOutput(OutputBase, tag="o"):
 
     deltas: list[msgspec.Raw | Pieces] | msgspec.Raw = []  # type: ignore[assignment]
     token_strings: list[str] | None = None
+    message: MessageDelta | None = None
 
 
 #: The number in place of an invoke's for the shared values, which belong to the whole trace.
@@ -722,6 +790,7 @@ class Final(Event, tag="final"):
     `save_errors` maps `invoke.choice.name` of each save that cannot travel to the reason. `prompt_logprobs`, if the
     submission asked for them, has for each invoke one dict per prompt token, as in `OutputBase.logprobs`; the dict of
     the first token is empty. `warnings` are texts about likely mistakes in a block, each with the block's line.
+    `messages` are `(invoke, choice, message)` of the invokes with a `Chat`: the whole messages, parsed at once.
     """
 
     type: ClassVar[Literal["final"]] = "final"
@@ -735,6 +804,7 @@ class Final(Event, tag="final"):
     prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
     warnings: list[str] = []
     columns: list[ColumnsManifest] = []
+    messages: list[tuple[int, int, ChatMessage]] = []
 
     @property
     def id(self) -> str:
@@ -778,7 +848,7 @@ class EditRecord(Message):
 
 class HeldChoice(Message, array_like=True):
     """The folded state of one choice. `saves` maps names to values; large arrays in them stay references. `columns` are
-    the records of the names that came by `Columns`, in order.
+    the records of the names that came by `Columns`, in order. `message` is the choice's message so far, if it has one.
     """
 
     invoke: int
@@ -790,6 +860,7 @@ class HeldChoice(Message, array_like=True):
     saves: dict[str, Any]
     token_strings: list[str] | None = None
     columns: list[Columns] = []
+    message: ChatMessage | None = None
 
 
 class Snapshot(Message):

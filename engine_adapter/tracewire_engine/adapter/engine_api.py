@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tracewire_bus.wire.messages import Failure, Submission
+from tracewire_bus.wire.messages import ChatMessage, Failure, MessageDelta, Submission
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.messages import Changes, Report
 
-__all__ = ["Carrier", "Choice", "Engine", "EngineLost", "Outputs", "Prepared", "Rejection"]
+__all__ = ["Carrier", "Choice", "Engine", "EngineLost", "MessageParser", "Outputs", "Prepared", "Rejection"]
 
 
 class Rejection(Exception):
@@ -58,6 +58,30 @@ class Prepared(msgspec.Struct):
     token_ids: list[int] = []
     token_strings: list[str] | None = None
     lora: Any = None
+    #: Parsers of the choices' outputs, one each, if the invoke has a chat.
+    parsers: list[MessageParser] = []
+    #: Arguments of vLLM's about reasoning.
+    reasoning: dict[str, Any] = {}
+
+
+class MessageParser(Protocol):
+    """Makes a message of the output of one choice."""
+
+    def delta(self, text: str, token_ids: list[int], finished: bool) -> MessageDelta | None:
+        """What an output adds to the message; `None` if it adds nothing yet. `finished` says whether it is the last.
+
+        Raises:
+            Rejection: the output cannot be parsed.
+        """
+        ...
+
+    def whole(self, text: str, token_ids: list[int]) -> ChatMessage:
+        """The whole message of an output.
+
+        Raises:
+            Rejection: the output cannot be parsed.
+        """
+        ...
 
 
 class Outputs(Protocol):

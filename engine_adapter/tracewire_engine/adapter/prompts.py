@@ -1,4 +1,4 @@
-"""Prompts, as text, chat messages or token ids, made into the token ids that vLLM computes."""
+"""Prompts, as text or token ids, made into the token ids that vLLM computes. `chats.py` renders chat messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from tracewire_bus.wire.messages import Invoke
+from tracewire_bus.wire.messages import Chat, Invoke
 
 from .engine_api import Rejection
 from .token_strings import TokenStrings
@@ -31,56 +31,55 @@ class Prompts:
         return await anyio.to_thread.run_sync(self.strings, token_ids, limiter=self._tokenizing)
 
     async def token_ids(self, invoke: Invoke, where: str) -> list[int]:
-        """The token ids of an invoke's prompt, whose fields are named with `where` before them.
+        """The token ids of an invoke's text or token ids, whose fields are named with `where` before them.
 
         Raises:
             Rejection: it has no prompt that this model takes.
         """
-        given = [name for name in ("prompt", "token_ids", "messages") if getattr(invoke, name) is not None]
-        if len(given) != 1:
-            raise Rejection(
-                f"{where}prompt", f"give exactly one of prompt, token_ids and messages, got {given or 'none'}"
-            )
         if invoke.token_ids is not None:
             token_ids = list(invoke.token_ids)
             vocabulary = self._config.get_vocab_size()
             wrong = next((token for token in token_ids if not 0 <= token < vocabulary), None)
             if wrong is not None:
                 raise Rejection(f"{where}token_ids", f"token id {wrong} is outside the vocabulary of {vocabulary}")
-        elif invoke.messages is not None:
-            for place, message in enumerate(invoke.messages):
-                parts = message.get("content")
-                kinds = (
-                    {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
-                )
-                if set(kinds) - {"text"}:
-                    raise Rejection(
-                        f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
-                    )
-            self._bound(_characters(invoke.messages), where, "messages")
-
-            def text_of(messages: list[dict[str, Any]]) -> str:
-                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-            try:
-                text = await anyio.to_thread.run_sync(text_of, invoke.messages, limiter=self._tokenizing)
-            except Exception as error:
-                raise Rejection(
-                    f"{where}messages", f"the model's chat template refused the messages: {error}"
-                ) from error
-            token_ids = await self._encode(text, where, add_special_tokens=False)
         else:
-            token_ids = await self._encode(invoke.prompt or "", where, add_special_tokens=True)
+            token_ids = await self._encode(invoke.prompt or "", where)
         if not token_ids:
             raise Rejection(f"{where}prompt", "the prompt is empty")
         return list(token_ids)
 
-    async def _encode(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
+    def chat_of(self, invoke: Invoke, where: str) -> Chat | None:
+        """The chat of an invoke; `None` if its prompt is text or token ids.
+
+        Raises:
+            Rejection: it has not exactly one prompt, or one that is too long for this model, or media in its messages.
+        """
+        given = [name for name in ("prompt", "token_ids", "messages", "chat") if getattr(invoke, name) is not None]
+        if len(given) != 1:
+            raise Rejection(
+                f"{where}prompt", f"give exactly one of prompt, token_ids, messages and chat, got {given or 'none'}"
+            )
+        chat = Chat(messages=invoke.messages) if invoke.messages is not None else invoke.chat
+        if chat is None:
+            return None
+        for place, message in enumerate(chat.messages):
+            parts = message.get("content")
+            kinds = {one.get("type", "text") for one in parts if isinstance(one, dict)} if type(parts) is list else ()
+            if set(kinds) - {"text"}:
+                raise Rejection(
+                    f"{where}messages[{place}].content", "expected text: media are not taken in chat messages"
+                )
+        self._bound(_characters(chat.messages), where, "messages")
+        for name, value in (("tools", chat.tools), ("chat_template_kwargs", chat.template_kwargs)):
+            self._bound(_characters(value), where, name)
+        return chat
+
+    async def _encode(self, text: str, where: str) -> list[int]:
         """Token ids of a text, made on a thread: a long one takes seconds, in which the loop must serve the others."""
         self._bound(len(text), where, "prompt")
 
         def encode() -> list[int]:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return list(self._tokenizer.encode(text, add_special_tokens=True))
 
         return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from tracewire_bus.wire.messages import ChatMessage, MessageDelta
 from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Generated, GeneratedChoice
 
@@ -74,6 +75,28 @@ class RunningRequest:
         if self.prepared.asks_result:
             self.ends[choice.index] = choice.finish_reason, choice.stop_reason
             self.logprobs[choice.index].extend(choice.logprobs or ())
+
+    def message(self, choice: Choice) -> MessageDelta | None:
+        """What an output adds to its choice's message, if the request has messages. Called once for each output.
+
+        Raises:
+            Rejection: vLLM's parser failed.
+        """
+        if not self.prepared.parsers:
+            return None
+        parser = self.prepared.parsers[choice.index]
+        return parser.delta(choice.text, choice.token_ids, choice.finish_reason is not None)
+
+    def messages(self) -> list[tuple[int, int, ChatMessage]]:
+        """The whole messages of the choices, by invoke and choice.
+
+        Raises:
+            Rejection: vLLM's parser failed.
+        """
+        return [
+            (self.invoke, index, parser.whole("".join(self.text[index]), self.token_ids[index]))
+            for index, parser in enumerate(self.prepared.parsers)
+        ]
 
     def result(self, prompt: str | None) -> Generated:
         """The request's output, for its block, or for workers that must learn at which token the request ended."""

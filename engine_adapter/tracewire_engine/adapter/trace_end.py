@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from tracewire_bus.wire.messages import SHARED_INVOKE, ColumnsManifest, Failure, Manifest, Status
+from tracewire_bus.wire.messages import SHARED_INVOKE, ChatMessage, ColumnsManifest, Failure, Manifest, Status
 from tracewire_engine.protocol.messages import FinishRecord
 
+from .engine_api import Rejection
 from .pending import PendingChoice
+from .running_request import RunningRequest
 
 __all__ = ["UNREPORTED", "TraceEnd"]
 
@@ -24,6 +28,7 @@ class TraceEnd:
         self.columns: list[ColumnsManifest] = []
         self.save_errors: dict[str, str] = {}
         self.warnings: list[str] = []
+        self.messages: list[tuple[int, int, ChatMessage]] = []
         self.error = error
         self._stopped = False
         self._status: Status | None = None
@@ -79,3 +84,11 @@ class TraceEnd:
             self.deltas.append((SHARED_INVOKE, 0, record.deltas))
         self.manifest.extend(msgspec.structs.replace(entry, invoke=SHARED_INVOKE) for entry in record.manifest)
         self.save_errors.update({f"{SHARED_INVOKE}.0.{name}": reason for name, reason in record.save_errors.items()})
+
+    def add_messages(self, requests: Iterable[RunningRequest]) -> None:
+        """Add the whole messages of the requests' choices. If vLLM's parser fails on one, the trace fails."""
+        try:
+            for request in requests:
+                self.messages += request.messages()
+        except Rejection as refused:
+            self.error = self.error or refused.failure

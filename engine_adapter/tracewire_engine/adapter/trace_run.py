@@ -146,7 +146,7 @@ class TraceRun:
         self.closed = False
         #: The failure with which vLLM ended a request that was neither done nor aborted by the adapter.
         self._broken: Failure | None = None
-        #: How the trace is to end, if `end` was called before its own end; and whether `Accepted` was published.
+        #: How the trace is to end, if `end` was called before; and whether `Accepted` was published.
         self._ending: tuple[Status, Failure] | None = None
         self._accepted = False
         self.pause = PauseState()
@@ -444,6 +444,7 @@ class TraceRun:
                 finish_reason=finish_reason,
                 stop_reason=choice.stop_reason,
                 time=sampled_at,
+                message=request.message(choice),
             )
         )
 
@@ -468,6 +469,7 @@ class TraceRun:
         if self._ending is not None:
             # A client may have ended the trace during the waits above, and got the answer that the trace ends so.
             end.status, end.error = self._ending
+        end.add_messages(self.requests)
         prompt_logprobs = [request.outputs.prompt_logprobs for request in self.requests]
         await self._append(
             RawFinal(
@@ -482,6 +484,7 @@ class TraceRun:
                 prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
                 warnings=end.warnings,
                 columns=end.columns,
+                messages=end.messages,
             ),
             final=True,
         )
@@ -499,8 +502,7 @@ class TraceRun:
         final = Final(**UNNUMBERED, status=status, error=failure, usage=self._usage(), time=time.time())
         try:
             await self._append(final, final=True)
-        except Fenced:
-            # Another process has ended the trace, or runs it now.
+        except Fenced:  # another process has ended the trace, or runs it now
             self.fenced = True
 
     async def abort_all(self) -> None:

@@ -33,6 +33,7 @@ from tracewire_engine.protocol.keys import (
 )
 from tracewire_engine.protocol.messages import Changes, Report
 
+from .chats import ChatOptions, Chats, RenderedChat
 from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
 from .images import rendered, taken
 from .pending import REPORT_S
@@ -163,10 +164,19 @@ class _Carrier:
 
 
 class VllmEngine:
-    """The `Engine` of an `AsyncLLM`. A call of vLLM may take `patience_s` seconds; then the engine counts as lost."""
+    """The `Engine` of an `AsyncLLM`. A call of vLLM may take `patience_s` seconds; then the engine counts as lost.
+
+    Raises:
+        TypeError: vLLM has no parser of a name in `chats`, or the parser does not work with the model's tokenizer.
+    """
 
     def __init__(
-        self, model: ServedModel, link: LinkReceiver, blobs: BlobReceiver, patience_s: float = REPORT_S
+        self,
+        model: ServedModel,
+        link: LinkReceiver,
+        blobs: BlobReceiver,
+        patience_s: float = REPORT_S,
+        chats: ChatOptions | None = None,
     ) -> None:
         self._patience_s = patience_s
         self.model = model
@@ -175,6 +185,7 @@ class VllmEngine:
         self._blobs = blobs
         self._tokenizer: Any = model.tokenizer
         self._prompts = Prompts(model.tokenizer, self.llm.model_config)
+        self._chats = Chats(self.llm, chats or ChatOptions())
         self._constraints = ConstraintChecks(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
         #: The outputs of requests with a block, by request id, while another object refers to them.
@@ -193,8 +204,8 @@ class VllmEngine:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
         lora = self._lora(invoke, where)
-        prompt, token_ids = await self._prompt(invoke, where)
-        params = sampling_params(invoke, where)
+        prompt, token_ids, chat = await self._prompt(invoke, where)
+        params = sampling_params(invoke, where) if chat is None else chat.params
         if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
@@ -235,6 +246,8 @@ class VllmEngine:
             token_ids=token_ids,
             token_strings=await self._prompts.strings_of(token_ids) if submission.token_strings else None,
             lora=lora,
+            parsers=[*chat.parsers(params.n or 1)] if chat is not None else [],
+            reasoning=chat.reasoning if chat is not None else {},
         )
 
     def _lora(self, invoke: Invoke, where: str) -> Any:
@@ -251,13 +264,18 @@ class VllmEngine:
             raise Rejection(f"{where}lora", f"this engine has no adapter {invoke.lora!r} (it has {have})")
         return lora
 
-    async def _prompt(self, invoke: Invoke, where: str) -> tuple[Any, list[int]]:
-        """An invoke's prompt as vLLM takes it, and its token ids.
+    async def _prompt(self, invoke: Invoke, where: str) -> tuple[Any, list[int], RenderedChat | None]:
+        """An invoke's prompt as vLLM takes it, its token ids, and its chat if it has one.
 
         Raises:
             Rejection: the model does not take it.
         """
-        token_ids = await self._prompts.token_ids(invoke, where)
+        rendered_chat = None
+        if (chat := self._prompts.chat_of(invoke, where)) is not None:
+            rendered_chat = await self._chats.render(invoke, chat, where)
+            token_ids = rendered_chat.token_ids
+        else:
+            token_ids = await self._prompts.token_ids(invoke, where)
         images = await anyio.to_thread.run_sync(taken, invoke, self.inputs, where) if invoke.media != NO_MEDIA else []
         # The form that vLLM makes of a prompt of tokens, on a thread, if it gets another form.
         prompt: Any = tokens_input(token_ids)
@@ -270,7 +288,7 @@ class VllmEngine:
                 f"{where}prompt",
                 f"the prompt has {len(token_ids)} tokens; this model takes {limit} of prompt and output together",
             )
-        return prompt, token_ids
+        return prompt, token_ids, rendered_chat
 
     def _bound_traced(self, tokens: int, where: str) -> None:
         budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
@@ -287,7 +305,10 @@ class VllmEngine:
                 await self._constraints.check(prepared.params)
             with _engine_errors:
                 collector = await self.llm.add_request(
-                    request, prepared.prompt, prepared.params, lora_request=prepared.lora, priority=priority
+                    *(request, prepared.prompt, prepared.params),
+                    lora_request=prepared.lora,
+                    priority=priority,
+                    **prepared.reasoning,
                 )
         except (VLLMValidationError, ValueError, TypeError) as error:
             named = getattr(error, "parameter", None)

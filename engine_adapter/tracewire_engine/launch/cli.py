@@ -33,6 +33,7 @@ from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreement
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
+from .chat_options import add_chat_options, chat_options, server_options
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
@@ -125,10 +126,11 @@ def _adapter(
         vllm_arguments = _vllm_arguments(options)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
+        options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
         _check_bulk(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
-        # A ValueError is about the Redis URL, or about the address or an option of the HTTP server.
+        # A ValueError is about the Redis URL, chats, or the address or an option of the HTTP server.
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
@@ -161,6 +163,7 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
 
     parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
     add_options(parser.add_argument_group("tracewire"), secrets)
+    add_chat_options(parser.add_argument_group("chats"))
     AsyncEngineArgs.add_cli_args(parser)
     # With this policy vLLM's scheduler respects a trace's priority. The operator can choose another one.
     parser.set_defaults(scheduling_policy="priority")
@@ -209,7 +212,8 @@ def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket
     try:
         from tracewire_engine.adapter.http_server import bound, parsed
 
-        options.openai_arguments = parsed(options.openai_option, secrets.get(API_KEY) or os.environ.get(API_KEY))
+        given = [*server_options(options), *options.openai_option]
+        options.openai_arguments = parsed(given, secrets.get(API_KEY) or os.environ.get(API_KEY))
         return bound(options.openai)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f"--openai: {error}") from error
@@ -322,7 +326,10 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.vllm_engine import VllmEngine
 
-    engine = VllmEngine(model, link, blobs, options.engine_patience)
+    try:
+        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats)
+    except TypeError as error:
+        return _refuse(error)
     fault = await _untapped(engine)
     if not fault and options.first_answer:
         fault = await _first_answer(engine, options.first_answer)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from tracewire.chats import CHAT_NAMES
 from tracewire_bus.wire.ids import is_encodable
 
 __all__ = ["ChatBody", "CompletionBody", "ControlBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
@@ -193,17 +194,26 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: NotServed = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: NotServed = None
-    function_call: Literal["none", "auto"] | None = None
-    chat_template_kwargs: NotServed = None
+    function_call: NotServed = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     modalities: list[Literal["text"]] | None = None
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The messages, as one prompt."""
         return [self.messages]
+
+    def chat(self) -> dict[str, Any]:
+        """The options of the chat that were given, by the SDK's names."""
+        return {name: value for name in CHAT_NAMES if (value := getattr(self, name)) is not None}
 
     def wanted_logprobs(self) -> int | None:
         """How many logprobs of each token are wanted; None for none."""

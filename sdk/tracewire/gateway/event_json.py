@@ -85,6 +85,8 @@ def _output(event: Output, form: Form, trace_id: str) -> dict[str, Any]:
     }
     if event.token_strings is not None:
         found["token_strings"] = event.token_strings
+    if event.message is not None:
+        found["message"] = msgspec.to_builtins(event.message)
     if event.logprobs is not None:
         found["logprobs"] = [_logprobs(step) for step in event.logprobs]
     return found
@@ -143,6 +145,10 @@ def _final(event: Final, form: Form, trace_id: str) -> dict[str, Any]:
             }
             for one in event.manifest
         ],
+        "messages": [
+            {"invoke": invoke, "choice": choice, "message": msgspec.to_builtins(message)}
+            for invoke, choice, message in event.messages
+        ],
     }
 
 
@@ -180,6 +186,7 @@ def state_json(state: State, form: Form) -> dict[str, Any]:
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                     "saves": to_json(choice.saves, form, trace_id),
+                    **({} if choice.message is None else {"message": msgspec.to_builtins(choice.message)}),
                 }
                 for choice in invoke.choices
             ]

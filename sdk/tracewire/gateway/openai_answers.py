@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tracewire import ChatMessage, MessageDelta, ToolCallDelta
 from tracewire_bus.wire.messages import Usage
 
 from .continuity import Piece
@@ -144,6 +145,13 @@ class ChatAnswer(Answer):
     body_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, *arguments: Any, named: bool = False, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        #: Whether the request names the function to call. As in OpenAI's API, such a choice ends with `stop`.
+        self._named = named
+        #: The choices with tool calls.
+        self._called: set[int] = set()
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """See `Answer.opening`."""
         return {
@@ -159,14 +167,21 @@ class ChatAnswer(Answer):
 
     def added(self, piece: Piece) -> dict[str, Any]:
         """See `Answer.added`."""
-        delta = {"content": piece.text} if piece.text or piece.token_ids else {}
         index = self.index(piece.invoke, piece.choice)
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(piece), **self._end(piece)}
+        if piece.message is not None and piece.message.tool_calls:
+            self._called.add(index)
+        end = self._end(piece)
+        if end["finish_reason"] == "stop" and index in self._called and not self._named:
+            end["finish_reason"] = "tool_calls"
+        return {"index": index, "delta": _delta(piece.message), "logprobs": self._logprobs(piece), **end}
 
     def whole(self, index: int, piece: Piece) -> dict[str, Any]:
         """See `Answer.whole`."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(piece), **self._end(piece)}
+        message = piece.whole or ChatMessage(content=piece.text)
+        end = self._end(piece)
+        if end["finish_reason"] == "stop" and message.tool_calls and not self._named:
+            end["finish_reason"] = "tool_calls"
+        return {"index": index, "message": _message(message), "logprobs": self._logprobs(piece), **end}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self._top is None or piece.logprobs is None:
@@ -177,6 +192,41 @@ class ChatAnswer(Answer):
             tops = [_token(one) for one in _ranked(step, self._top)]
             content.append({**_token(chosen), "top_logprobs": tops})
         return {"content": content, "refusal": None}
+
+
+def _delta(delta: MessageDelta | None) -> dict[str, Any]:
+    """A chunk's delta."""
+    found: dict[str, Any] = {}
+    if delta is None:
+        return found
+    if delta.content:
+        found["content"] = delta.content
+    if delta.reasoning:
+        found["reasoning"] = delta.reasoning
+    if delta.tool_calls:
+        found["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return found
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is not None:
+        function = {"name": call.name, **function}
+    head = {} if call.id is None else {"id": call.id, "type": "function"}
+    return {"index": call.index, **head, "function": function}
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """A body's message. As vLLM has it, `reasoning` is there where the model reasoned."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content, "refusal": None}
+    if message.reasoning is not None:
+        found["reasoning"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return found
 
 
 def _token(entry: tuple[float | None, int | None, str | None]) -> dict[str, Any]:

@@ -197,6 +197,7 @@ class _Completion:
 
     def _answer_of(self, trace: Trace) -> Answer:
         body = self.body
+        more = {"named": isinstance(body.tool_choice, dict)} if isinstance(body, ChatBody) else {}
         return self._kind(
             trace.id,
             body.model,
@@ -204,6 +205,7 @@ class _Completion:
             choices=body.choices,
             top=body.wanted_logprobs(),
             ids=bool(body.return_token_ids),
+            **more,
         )
 
     @property
@@ -260,6 +262,7 @@ class _Completion:
             Values(),
             choice.finish_reason or "stop",
             choice.stop_reason,
+            whole=choice.message,
         )
         found = answer.whole(answer.index(invoke, number), piece)
         if self.extension.saves != "none":

@@ -27,6 +27,7 @@ from tracewire import (
     TracewireError,
     VersionConflict,
 )
+from tracewire.chats import CHAT_NAMES
 
 __all__ = ["RETRY_AFTER_S", "Problem", "of_error", "of_validation"]
 
@@ -179,7 +180,7 @@ def _code(error: TracewireError) -> str:
 
 
 #: Fields of a trace that stand beside the prompt in an OpenAI body, and not under `tracewire`.
-_PLAIN = frozenset({"model", "prompt", "prompts", "messages", "priority"})
+_PLAIN = frozenset({"model", "prompt", "prompts", "messages", "priority", *CHAT_NAMES})
 
 
 def _openai_field(field: str) -> str:

@@ -66,6 +66,9 @@ def openai_trace(client: Client, body: OpenAIBody, base: tuple[str, str | None],
     if lora is not None:
         sampling["lora"] = lora
     options = _options(extension, caller, body.priority)
+    if isinstance(body, ChatBody):
+        given = {"messages": body.messages, **body.chat()}
+        return client.trace(model, detach=extension.detach, **given, **options, **sampling)
     prompts: Any = body.prompts()
     given = {"prompt": prompts[0]} if len(prompts) == 1 else {"prompt": None, "prompts": prompts}
     return client.trace(model, **given, detach=extension.detach, **options, **sampling)

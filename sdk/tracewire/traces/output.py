@@ -25,6 +25,7 @@ from tracewire_bus.wire.messages import (
     Delta,
     Final,
     Lagging,
+    MessageDelta,
     Notice,
     OutputBase,
     Paused,
@@ -154,9 +155,11 @@ class Output(Saving, tag="o", dict=True):
         token_strings: if requested, the string of each token, with its leading space. Where a character spans several
             tokens, each of them has the replacement character.
         logprobs: if requested, a dict for each token, from token id to `(logprob, rank, text)`.
+        message: of a chat, what the output adds to the choice's message: content, reasoning, tool calls; or None.
     """
 
     type: ClassVar[Literal["output"]] = "output"
+    message: MessageDelta | None = None
 
     def __repr__(self) -> str:
         size = memoryview(self.encoded_deltas).nbytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tracewire.errors import AmbiguousResult, SaveMissing
-from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, Failure, Manifest, Status, Usage
+from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, ChatMessage, Failure, Manifest, Status, Usage
 
 from .values import Values, library
 
@@ -50,6 +50,7 @@ class Choice(msgspec.Struct):
         saves: the saved values, by name.
         finish_reason, stop_reason: vLLM's words for why the sequence ended, or None.
         token_strings: the tokens as strings, if `token_strings=True` asked for them.
+        message: of a chat, the message with its content, reasoning and tool calls; else None.
     """
 
     invoke: int
@@ -60,6 +61,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_strings: list[str] | None = None
+    message: ChatMessage | None = None
 
 
 class Invoke(msgspec.Struct):
@@ -131,6 +133,11 @@ class State:
     def token_strings(self) -> list[str] | None:
         """The strings of the only choice's tokens, if `token_strings=True` asked for them."""
         return self._only("token_strings").token_strings
+
+    @property
+    def message(self) -> ChatMessage | None:
+        """The only choice's message, if the prompt is a chat (`messages=`)."""
+        return self._only("message").message
 
     @property
     def saves(self) -> Saves:
@@ -228,6 +235,7 @@ def _invokes(fold: Fold, trace_id: str) -> list[Invoke]:
             if (held := fold.choices.get((index, number))) is not None:
                 one.text, one.token_ids, one.token_strings = held.text, held.token_ids, held.token_strings
                 one.finish_reason, one.stop_reason = held.finish_reason, held.stop_reason
+                one.message = held.message
             choices.append(one)
         invokes.append(Invoke(index, choices))
     return invokes

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tracewire import Output, Restarted, TextChanged
+from tracewire import ChatMessage, MessageDelta, Output, Restarted, TextChanged, ToolCall, ToolCallDelta
 from tracewire.gateway.continuity import Continuity
+from tracewire_bus.domain.fold import extended
 from tracewire_bus.wire.messages import Append, Set
 
 TOKENS = [f"<{number}>" for number in range(30)]
@@ -71,3 +72,34 @@ def test_without_saves_no_delta_is_decoded() -> None:
     output.encoded_deltas = msgspec.Raw(b"\xc1")
     (piece,) = Continuity("t").pieces(output, saves=False)
     assert piece.delta == {}
+
+
+def said(text: str, index: int = 0, **call: Any) -> Output:
+    """An output that adds to a message: its text, or to the tool call of number 0."""
+    output = Output(1, index, 0, 0, index, [index], text)
+    calls = [ToolCallDelta(index=0, **call)] if call else []
+    output.message = MessageDelta(content=text if not call else "", tool_calls=calls)
+    return output
+
+
+FIRST = [said("Let"), said(" me", 1), said("{", 2, id="one", name="add", arguments='{"a"')]
+
+
+def test_a_message_that_begins_anew_goes_on_where_it_was() -> None:
+    continuity, message = Continuity("t"), None
+    again = [said("Let"), said(" me", 1), said("{", 2, id="two", name="add", arguments='{"a": 1')]
+    again.append(said("}", 3, arguments="}"))
+    for item in [*FIRST, Restarted(2, 0), *again]:
+        for piece in continuity.pieces(item):
+            if piece.message is not None:
+                message = extended(message, piece.message)
+    # The id is the first attempt's, which the reader has.
+    assert message == ChatMessage(content="Let me", tool_calls=[ToolCall(id="one", name="add", arguments='{"a": 1}')])
+
+
+def test_a_message_that_differs_is_an_error() -> None:
+    continuity = Continuity("t")
+    for item in [*FIRST, Restarted(2, 0), said("Let"), said(" me", 1)]:
+        continuity.pieces(item)
+    with pytest.raises(TextChanged):
+        continuity.pieces(said("{", 2, id="two", name="subtract", arguments="{"))

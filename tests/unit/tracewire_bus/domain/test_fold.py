@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.equality import equal
-from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError
+from tracewire_bus.domain.fold import DigestMismatch, Fold, FoldError, extended
 from tracewire_bus.wire.codec import decode_event, decode_plain, decode_snapshot, encode
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.kinds import kind, length
@@ -21,6 +21,7 @@ from tracewire_bus.wire.messages import (
     SHARED_INVOKE,
     Accepted,
     Append,
+    ChatMessage,
     DecodedOutput,
     DecodedShared,
     Delete,
@@ -29,8 +30,11 @@ from tracewire_bus.wire.messages import (
     Failure,
     Final,
     Manifest,
+    MessageDelta,
     Restarted,
     Set,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from tracewire_bus.wire.packing import encode_key, wire
@@ -374,3 +378,29 @@ def test_what_a_trace_shares_is_folded_apart_from_its_invokes_and_verified() -> 
     # Another attempt begins with none of it.
     again = folded(*events, Restarted(attempt=2, seq=0), gain(1, [Set(path=("rows",), value=[9])], attempt=2))
     assert again.state() == {(SHARED_INVOKE, 0): {"rows": [9]}}
+
+
+def test_messages_fold_and_the_final_s_are_the_last_word() -> None:
+    fold = Fold()
+    deltas = [
+        MessageDelta(reasoning="hm"),
+        MessageDelta(content="Let me", tool_calls=[ToolCallDelta(index=0, id="a", name="add", arguments="{")]),
+        MessageDelta(tool_calls=[ToolCallDelta(index=0, arguments=" }"), ToolCallDelta(index=1, id="b", name="say")]),
+    ]
+    for seq, delta in enumerate(deltas):
+        fold.apply(DecodedOutput(attempt=1, seq=seq, index=seq, token_ids=[seq], message=delta))
+    calls = [ToolCall(id="a", name="add", arguments="{ }"), ToolCall(id="b", name="say")]
+    wanted = ChatMessage(content="Let me", reasoning="hm", tool_calls=calls)
+    assert fold.choices[0, 0].message == wanted
+    again = Fold()
+    again.resume(decode_snapshot(encode(fold.snapshot())))
+    copied = again.copy()
+    assert copied.choices[0, 0].message == wanted
+    whole = ChatMessage(content="Let me", reasoning="hm", tool_calls=[ToolCall(id="a", name="add", arguments="{}")])
+    again.apply(Final(attempt=1, seq=3, status="finished", messages=[(0, 0, whole)]))
+    assert (again.choices[0, 0].message, copied.choices[0, 0].message) == (whole, wanted)
+
+
+def test_a_tool_call_out_of_turn_is_refused() -> None:
+    with pytest.raises(FoldError, match="0 tool calls got more of number 1"):
+        extended(None, MessageDelta(tool_calls=[ToolCallDelta(index=1)]))

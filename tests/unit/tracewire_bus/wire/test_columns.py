@@ -181,4 +181,4 @@ def test_a_record_travels_without_a_copy_of_its_values() -> None:
     ((delta,),) = event.deltas
     assert isinstance(delta, Columns)
     assert delta.values.obj is data
-    assert msgspec.msgpack.decode(data)[-2][0][0][0] == "c"
+    assert msgspec.msgpack.decode(data)[-3][0][0][0] == "c"

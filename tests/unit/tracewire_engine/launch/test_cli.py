@@ -88,7 +88,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
         options = parsed(
             "--url", way.url, "--prefix", prefix, "--first-answer", "0", "--drain", "0", "--retention", "60"
         )
-        options.listener = None
+        options.listener = options.chats = None
         ended: list[int] = []
 
         async def run() -> None:
