@@ -34,6 +34,7 @@ from tracewire_bus.wire.messages import (
     Final,
     FirstToken,
     Manifest,
+    MessageDelta,
     ModuleInfo,
     Paused,
     Restarted,
@@ -219,7 +220,12 @@ class Stage:
             await self.hold(self.paused)
 
     async def output(self, text: str, *steps: list[Delta], invoke: int = 0, choice: int = 0, **fields: Any) -> None:
-        """One output. Every step is the deltas of one token; without any, the output has one token and no delta."""
+        """One output. Every step is the deltas of one token; without any, the output has one token and no delta.
+
+        The text of a chat is its message's content, unless `message` says otherwise.
+        """
+        if self.submission.invokes[invoke].chat is not None:
+            fields.setdefault("message", MessageDelta(content=text) if text else None)
         deltas = list(steps) or [[]]
         held = self.fold.choices.get((invoke, choice))
         index = len(held.token_ids) if held else 0

@@ -9,10 +9,11 @@ from typing import Any
 
 import anyio
 
+from tracewire_bus.wire.messages import ChatMessage, MessageDelta
 from tracewire_engine.adapter.engine_api import Choice, EngineLost
 from tracewire_engine.protocol.messages import Report
 
-__all__ = ["FakeEngine", "MergedOutputs"]
+__all__ = ["FakeEngine", "MergedOutputs", "TextMessages"]
 
 
 class MergedOutputs:
@@ -49,6 +50,18 @@ class MergedOutputs:
     def size(self) -> int:
         """As the seam has it."""
         return 0 if self.waiting is None else 48 * len(self.waiting.token_ids) + len(self.waiting.text)
+
+
+class TextMessages:
+    """The message of a choice is its text."""
+
+    def delta(self, text: str, token_ids: list[int], finished: bool) -> MessageDelta | None:
+        """As the seam has it."""
+        return MessageDelta(content=text) if text else None
+
+    def whole(self, text: str, token_ids: list[int]) -> ChatMessage:
+        """As the seam has it."""
+        return ChatMessage(content=text)
 
 
 class FakeEngine:

@@ -31,7 +31,7 @@ import msgspec
 
 import tracewire
 from tests.support.bus_engine import engine_info
-from tests.support.fake_engine import FakeEngine, MergedOutputs
+from tests.support.fake_engine import FakeEngine, MergedOutputs, TextMessages
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.link import Link
@@ -195,7 +195,9 @@ class ScriptedEngine(FakeEngine):
         if not isinstance(tokens, int) or tokens < 1:
             raise Rejection("sampling.max_tokens", "expected a positive integer")
         params = (invoke.prompt or "", tokens, invoke.sampling.get("seed"), run)
-        return Prepared(prompt=None, prompt_tokens=1, params=params, choices=1, sampling=dict(invoke.sampling))
+        parsers = [TextMessages()] if invoke.chat is not None else []
+        sampling = dict(invoke.sampling)
+        return Prepared(prompt=None, prompt_tokens=1, params=params, choices=1, sampling=sampling, parsers=[*parsers])
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> _Request:
         """Run it from the next step on."""

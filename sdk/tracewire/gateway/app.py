@@ -26,6 +26,7 @@ from .keys import Keys
 from .openai_routes import router as openai
 from .operations import router as operations
 from .problems import Problem, of_error, of_validation
+from .responses_routes import router as responses
 from .settings import Settings
 from .sockets import router as sockets
 from .state import Gateway
@@ -83,7 +84,8 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
         redoc_url=None,
     )
     _handle_errors(app)
-    app.include_router(openai, responses=OPENAI_ERRORS)
+    for router in (openai, responses):
+        app.include_router(router, responses=OPENAI_ERRORS)
     for router in (traces, engines, operations):
         app.include_router(router, responses=ERRORS)
     app.include_router(sockets)

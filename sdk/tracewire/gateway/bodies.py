@@ -11,7 +11,19 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tracewire.chats import CHAT_NAMES
 from tracewire_bus.wire.ids import is_encodable
 
-__all__ = ["ChatBody", "CompletionBody", "ControlBody", "Extension", "OpenAIBody", "SteerBody", "TraceBody"]
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "ControlBody",
+    "Extension",
+    "NotServed",
+    "OpenAIBody",
+    "SteerBody",
+    "Text",
+    "TraceBody",
+    "ints",
+]
 
 
 def _encodable(text: str) -> str:
@@ -40,7 +52,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-def _ints(value: Any) -> Any:
+def ints(value: Any) -> Any:
     """Token ids as keys, which JSON has as text."""
     if not isinstance(value, dict):
         return value
@@ -95,7 +107,7 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_ints)] = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(ints)] = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None

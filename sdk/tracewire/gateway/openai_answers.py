@@ -43,7 +43,7 @@ class Answer:
         self._per_prompt = choices
         self._top = top
         self._ids = ids
-        self._head = {"id": f"{self.prefix}{trace_id}", "created": created, "model": model}
+        self._head: dict[str, Any] = {"id": f"{self.prefix}{trace_id}", "created": created, "model": model}
 
     def index(self, invoke: int, choice: int) -> int:
         """The number of a choice in the answer."""

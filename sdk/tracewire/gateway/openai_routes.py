@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from time import monotonic, time
 from typing import Any
 
@@ -30,7 +30,7 @@ from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import CLOSING, SILENCE, EventSource, encoded, unless_left
 from .submitting import openai_trace
 
-__all__ = ["router"]
+__all__ = ["Completion", "CompletionStream", "json_response", "router"]
 
 logger = logging.getLogger("tracewire.gateway")
 
@@ -59,7 +59,7 @@ _CHAT = _completions(
 )
 
 
-def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), 200, headers, "application/json")
 
 
@@ -95,7 +95,7 @@ async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
 )
 async def list_models(gateway: TheGateway) -> Response:
     """List the served models and their LoRA adapters."""
-    return _json({"object": "list", "data": await _cards(gateway)})
+    return json_response({"object": "list", "data": await _cards(gateway)})
 
 
 @router.get(
@@ -108,7 +108,7 @@ async def get_model(model: str, gateway: TheGateway) -> Response:
     cards = await _cards(gateway)
     for card in cards:
         if card["id"] == model:
-            return _json(card)
+            return json_response(card)
     raise of_error(UnknownModel(model, [card["id"] for card in cards]), openai=True)
 
 
@@ -118,21 +118,21 @@ async def get_model(model: str, gateway: TheGateway) -> Response:
 @router.post("/completions", dependencies=[needs("submit")], responses=_COMPLETION)
 async def complete(body: CompletionBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Complete prompts. The answer's trace can be followed and steered by its id."""
-    return await _Completion(gateway, caller, body, CompletionAnswer).answer(request)
+    return await Completion(gateway, caller, body, CompletionAnswer).answer(request)
 
 
 @router.post("/chat/completions", dependencies=[needs("submit")], responses=_CHAT)
 async def chat(body: ChatBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Answer chat messages. The answer's trace can be followed and steered by its id."""
-    return await _Completion(gateway, caller, body, ChatAnswer).answer(request)
+    return await Completion(gateway, caller, body, ChatAnswer).answer(request)
 
 
-class _Completion:
+class Completion:
     """One request under `/v1`, and its trace."""
 
     measured: Measured
 
-    def __init__(self, gateway: Gateway, caller: Caller, body: OpenAIBody, kind: type[Answer]) -> None:
+    def __init__(self, gateway: Gateway, caller: Caller, body: OpenAIBody, kind: Callable[..., Answer]) -> None:
         self.gateway = gateway
         self.caller = caller
         self.body = body
@@ -154,7 +154,7 @@ class _Completion:
         # Only now, since a metric of a model that nobody serves would never go away.
         self.measured = Measured(self.gateway.metrics, self.gateway.limits, self.caller, trace.model, self._begun)
         if self.body.stream:
-            return CompletionStream(self, trace, self._answer_of(trace))
+            return self.stream(trace)
         try:
             return await unless_left(request, lambda: self._whole(trace))
         except TracewireError as error:
@@ -162,6 +162,10 @@ class _Completion:
         finally:
             with anyio.CancelScope(shield=True):
                 await trace.aclose()
+
+    def stream(self, trace: Trace) -> CompletionStream:
+        """The answer as a stream."""
+        return CompletionStream(self, trace, self.answer_of(trace))
 
     def problem(self, error: TracewireError) -> Problem:
         """The problem for an error, in the terms of the request's body."""
@@ -195,7 +199,8 @@ class _Completion:
             raise
         return trace
 
-    def _answer_of(self, trace: Trace) -> Answer:
+    def answer_of(self, trace: Trace) -> Answer:
+        """The form of the answer."""
         body = self.body
         more = {"named": isinstance(body.tool_choice, dict)} if isinstance(body, ChatBody) else {}
         return self._kind(
@@ -233,7 +238,7 @@ class _Completion:
             if not isinstance(item, Output | Gap):
                 events.append(event_json(item, self.form, trace.id))
         result = await trace.result()
-        answer = self._answer_of(trace)
+        answer = self.answer_of(trace)
         choices = [
             await self._choice(answer, result, invoke.index, number, logprobs)
             for invoke in result.invokes
@@ -245,7 +250,7 @@ class _Completion:
             if result.shared:
                 more["shared"] = await self.values_json(trace.id, result.shared)
         body = answer.body(choices, result.usage, tracewire=more)
-        return _json(body, {TRACE_HEADER: trace.id})
+        return json_response(body, {TRACE_HEADER: trace.id})
 
     async def _choice(
         self, answer: Answer, result: Result, invoke: int, number: int, logprobs: dict[tuple[int, int], list[Any]]
@@ -275,7 +280,7 @@ class _Completion:
 class CompletionStream(EventSource):
     """The answer to a request with `stream`."""
 
-    def __init__(self, completion: _Completion, trace: Trace, answer: Answer) -> None:
+    def __init__(self, completion: Completion, trace: Trace, answer: Answer) -> None:
         super().__init__(completion.gateway.streams, trace, {TRACE_HEADER: trace.id})
         self._completion = completion
         self._trace = trace
@@ -380,10 +385,13 @@ class CompletionStream(EventSource):
         return body
 
     def _closed(self) -> bytes:
+        return encoded(self._failed(self.closing()))
+
+    def closing(self) -> Problem:
+        """What a stream that the gateway cuts ends with."""
         fate = "it runs on" if self._completion.extension.detach else "it is cancelled"
-        problem = Problem(
+        return Problem(
             503,
             f"the gateway stops; {fate}: GET /traces/{self._trace.id}/events with Last-Event-ID has the rest",
             code="gateway_closing",
         )
-        return encoded(self._failed(problem))

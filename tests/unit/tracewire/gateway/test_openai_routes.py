@@ -91,7 +91,7 @@ async def test_chat_by_the_async_and_the_sync_client(engine: Engine, served: Ser
             assert found[0].choices[0].delta.role == "assistant"
             assert found[-1].choices[0].finish_reason == "length"
         invokes = [taken.invokes[0] for taken in scripted.taken]
-        assert [invoke.messages for invoke in invokes] == [messages] * 4
+        assert [invoke.chat.messages for invoke in invokes] == [messages] * 4
         assert [invoke.sampling["max_tokens"] for invoke in invokes] == [None, None, 7, None]
 
 
