@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tracewire.chats import CHAT_NAMES
 from tracewire_bus.wire.ids import is_encodable
@@ -18,6 +18,7 @@ __all__ = [
     "ControlBody",
     "Extension",
     "NotServed",
+    "OfVllm",
     "OpenAIBody",
     "SteerBody",
     "Text",
@@ -87,7 +88,35 @@ class Extension(Tracing):
     detach: bool = False
 
 
-class Sampling(Body):
+class OfVllm(Body):
+    """Fields of vLLM's requests that the gateway does not serve. The page `docs/gateway.md` says why."""
+
+    cache_salt: NotServed = None
+    chat_template: NotServed = None
+    ec_transfer_params: NotServed = None
+    kv_transfer_params: NotServed = None
+    media_io_kwargs: NotServed = None
+    mm_payload: NotServed = None
+    mm_processor_kwargs: NotServed = None
+    prompt_embeds: NotServed = None
+    request_id: NotServed = None
+    return_mm_kwargs: NotServed = None
+    return_prompt_text: NotServed = None
+    return_token_offsets: NotServed = None
+    return_tokens_as_token_ids: NotServed = None
+    routed_experts_prompt_start: NotServed = None
+    session_id: NotServed = None
+    stream_interval: NotServed = None
+    suffix: NotServed = None
+    truncate_prompt_tokens: NotServed = None
+    truncation_side: NotServed = None
+    use_beam_search: NotServed = None
+    vllm_xargs: NotServed = None
+    #: Of beam search only.
+    length_penalty: float | None = Field(default=None, ge=1, le=1)
+
+
+class Sampling(OfVllm):
     """Sampling params by vLLM's names."""
 
     n: int | None = Field(default=None, ge=1)
@@ -112,10 +141,15 @@ class Sampling(Body):
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: dict[str, Any] | None = None
+    watermarking: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The params that were given, by vLLM's names."""
-        return {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        names = Sampling.model_fields.keys() - OfVllm.model_fields.keys()
+        return {name: value for name in sorted(names) if (value := getattr(self, name)) is not None}
 
 
 class StreamOptions(Body):
@@ -136,10 +170,13 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form that the text must have."""
+    """The form that the text must have. `format`, `structures` and `triggers` are vLLM's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: Any = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class OpenAIBody(Sampling):
@@ -169,6 +206,14 @@ class OpenAIBody(Sampling):
         """The field `tracewire`, or its defaults."""
         return self.tracewire if self.tracewire is not None else Extension(saves="none")
 
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("a stream has no prompt_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are those of a stream")
+        return self
+
     @abstractmethod
     def prompts(self) -> Sequence[Any]:
         """The prompts, one or several."""
@@ -183,9 +228,17 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
     logprobs: int | None = Field(default=None, ge=0)
-    echo: NotServed = None
-    suffix: NotServed = None
+    echo: bool | None = None
+    add_special_tokens: Literal[True] | None = None
     best_of: NotServed = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.echo and (self.logprobs is not None or self.prompt_logprobs is not None):
+            raise ValueError("echo is served without logprobs; prompt_logprobs has those of the prompt")
+        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts()):
+            raise ValueError("echo is served for prompts of text")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
@@ -217,6 +270,8 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    echo: NotServed = None
+    add_special_tokens: NotServed = None
     modalities: list[Literal["text"]] | None = None
 
     def prompts(self) -> list[list[dict[str, Any]]]:

@@ -99,10 +99,19 @@ class CompletionAnswer(Answer):
     prefix = "cmpl-"
     body_kind = chunk_kind = "text_completion"
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, echoed: Sequence[str] = (), **named: Any) -> None:
         super().__init__(*arguments, **named)
         #: For each choice, how many characters it has so far.
         self._offsets: dict[int, int] = {}
+        #: The prompts, if they stand before the text.
+        self._echoed = echoed
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """See `Answer.opening`."""
+        return {**self.ended(index, None), "text": self._prompt(index)} if self._echoed else None
+
+    def _prompt(self, index: int) -> str:
+        return self._echoed[index // self._per_prompt] if self._echoed else ""
 
     def ended(self, index: int, reason: str | None) -> dict[str, Any]:
         """See `Answer.ended`."""
@@ -110,12 +119,13 @@ class CompletionAnswer(Answer):
 
     def added(self, piece: Piece) -> dict[str, Any]:
         """See `Answer.added`."""
-        return self.whole(self.index(piece.invoke, piece.choice), piece)
+        index = self.index(piece.invoke, piece.choice)
+        return {"index": index, "text": piece.text, "logprobs": self._logprobs(index, piece), **self._end(piece)}
 
     def whole(self, index: int, piece: Piece) -> dict[str, Any]:
         """See `Answer.whole`."""
-        logprobs = self._logprobs(index, piece)
-        return {"index": index, "text": piece.text, "logprobs": logprobs, **self._end(piece)}
+        found = self.added(piece)
+        return {**found, "text": self._prompt(index) + piece.text}
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         if self._top is None or piece.logprobs is None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tracewire import Final, Gap, Item, Output, Restarted, Result, Trace, TracewireError, UnknownModel, Values
 from tracewire.traces.output import merged
-from tracewire_bus.wire.messages import SHARED_INVOKE
+from tracewire_bus.wire.messages import SHARED_INVOKE, Usage
 
 from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
 from .continuity import Continuity, Piece
@@ -202,7 +202,11 @@ class Completion:
     def answer_of(self, trace: Trace) -> Answer:
         """The form of the answer."""
         body = self.body
-        more = {"named": isinstance(body.tool_choice, dict)} if isinstance(body, ChatBody) else {}
+        more: dict[str, Any] = {}
+        if isinstance(body, ChatBody):
+            more["named"] = isinstance(body.tool_choice, dict)
+        elif isinstance(body, CompletionBody) and body.echo:
+            more["echoed"] = body.prompts()
         return self._kind(
             trace.id,
             body.model,
@@ -245,12 +249,27 @@ class Completion:
             for number in range(len(invoke.choices))
         ]
         more: dict[str, Any] = {"trace_id": trace.id, "status": result.status, "live_version": result.live_version}
+        if result.prompt_logprobs:
+            self._add_prompt_logprobs(choices, result)
         if self.extension.saves != "none":
             more |= {"save_errors": result.save_errors, "warnings": result.warnings, "events": events}
             if result.shared:
                 more["shared"] = await self.values_json(trace.id, result.shared)
         body = answer.body(choices, result.usage, tracewire=more)
         return json_response(body, {TRACE_HEADER: trace.id})
+
+    def _add_prompt_logprobs(self, choices: list[dict[str, Any]], result: Result) -> None:
+        """Give each choice the logprobs of its prompt, as vLLM has them: null for the first token."""
+        for index, choice in enumerate(choices):
+            steps = result.prompt_logprobs[index // self.body.choices]
+            choice["prompt_logprobs"] = [
+                {
+                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
+                    for token, (logprob, rank, text) in step.items()
+                }
+                or None
+                for step in steps
+            ]
 
     async def _choice(
         self, answer: Answer, result: Result, invoke: int, number: int, logprobs: dict[tuple[int, int], list[Any]]
@@ -289,6 +308,8 @@ class CompletionStream(EventSource):
         self._opened: set[int] = set()
         self._extended = completion.body.tracewire is not None
         self._saves = completion.extension.saves != "none"
+        options = completion.body.stream_options
+        self._counts = options is not None and options.continuous_usage_stats
         self._position = "start"
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -327,11 +348,18 @@ class CompletionStream(EventSource):
         for piece in self._continuity.pieces(item, saves=self._saves):
             found += self._opening(self._answer.index(piece.invoke, piece.choice))
             more = {"tracewire": await self._about(piece, item)} if self._extended else {}
+            if self._counts:
+                more["usage"] = await self._usage_so_far(piece)
             found.append(self._answer.chunk([self._answer.added(piece)], **more))
         if self._extended and not isinstance(item, Output):
             event = event_json(item, self._completion.form, self._trace.id)
             found.append(self._answer.chunk([self._answer.empty()], tracewire={"event": event}))
         return found
+
+    async def _usage_so_far(self, piece: Piece) -> dict[str, Any]:
+        """The usage of a piece's choice up to the piece."""
+        accepted = await self._trace.accepted()
+        return usage_of(Usage(accepted.prompt_tokens[piece.invoke], piece.index + len(piece.token_ids)))
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         if index in self._opened:

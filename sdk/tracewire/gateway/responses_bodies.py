@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .bodies import Body, ChatBody, Extension, NotServed, Text, ints
+from .bodies import Body, ChatBody, Extension, NotServed, OfVllm, Text, ints
 from .problems import Problem
 
 __all__ = ["ResponsesBody"]
@@ -62,7 +62,7 @@ class FunctionChoice(Body):
     name: str = Field(min_length=1)
 
 
-class ResponsesBody(Body):
+class ResponsesBody(OfVllm):
     """A request for a response. The last fields have no effect."""
 
     model: Text = Field(min_length=1, examples=["demo"])
@@ -92,12 +92,15 @@ class ResponsesBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    watermarking: bool | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(ints)] = None
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
     tracewire: Extension | None = None
     # What would have the gateway keep something, or run tools.
     previous_response_id: NotServed = None
+    previous_input_messages: NotServed = None
+    enable_response_messages: NotServed = None
     conversation: NotServed = None
     background: NotServed = None
     prompt: NotServed = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tracewire import Client, Trace, TraceRejected
@@ -81,6 +82,9 @@ def _constraint(body: OpenAIBody) -> dict[str, Any]:
         return {}
     if body.structured_outputs is not None:
         raise TraceRejected("sampling.response_format", "expected either response_format or structured_outputs")
+    if wanted.type == "structural_tag":
+        tag = wanted.model_dump(exclude_none=True, exclude={"json_schema"})
+        return {"structured_outputs": {"structural_tag": json.dumps(tag)}}
     if wanted.type == "json_object":
         return {"structured_outputs": {"json_object": True}}
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:

@@ -184,7 +184,7 @@ async def test_an_adapters_name_is_a_model(engine: Engine, served: Served) -> No
         ({"prompt": "\ud800"}, "prompt", "surrogate"),
         ({"prompt": 5}, "prompt", "valid string"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
-        ({"echo": True}, "echo", "does not serve this"),
+        ({"suffix": "x"}, "suffix", "does not serve this"),
         ({"best_of": 2}, "best_of", "does not serve this"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "expected a JSON schema"),
         ({"tracewire": {"live": {"alpha": []}, "bend": 1}}, "tracewire.bend", "unknown field"),
@@ -370,3 +370,50 @@ async def test_an_attempt_with_another_text_is_an_error(engine: Engine, served: 
             async for _ in await api.completions.create(model="tiny", prompt="x", stream=True):
                 pass
         assert caught.value.code == "text_changed"
+
+
+async def test_an_echo_stands_before_the_text(engine: Engine, served: Served) -> None:
+    async with engine(choices), served.openai() as api:
+        asked: Any = {"model": "tiny", "prompt": ["ab", "cd"], "n": 2, "echo": True}
+        answer = await api.completions.create(**asked)
+        assert [choice.text for choice in answer.choices] == ["ab000 001 ", "ab010 011 ", "cd100 101 ", "cd110 111 "]
+        texts = [""] * 4
+        async for chunk in await api.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == [choice.text for choice in answer.choices]
+
+
+async def test_usage_comes_with_every_chunk_if_asked_for(engine: Engine, served: Served) -> None:
+    async with engine(tiny), served.openai() as api:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        stream = await api.completions.create(model="tiny", prompt="x", stream=True, stream_options=options)
+        chunks = [chunk async for chunk in stream]
+    counts = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
+    assert counts == [(1, 1), (1, 2), (1, 3), (3, 3)]
+
+
+async def test_a_prompt_has_logprobs(engine: Engine, served: Served) -> None:
+    async def told(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one", finish_reason="length")
+        await stage.final(prompt_logprobs=[[{}, {7: (-0.5, 1, "a"), 8: (-1.5, 2, None)}]])
+
+    async with engine(told) as scripted, served.openai() as api:
+        answer = await api.completions.create(model="tiny", prompt="x", extra_body={"prompt_logprobs": 2})
+        assert answer.choices[0].prompt_logprobs == [
+            None,
+            {
+                "7": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+                "8": {"logprob": -1.5, "rank": 2, "decoded_token": None},
+            },
+        ]
+        assert scripted.taken[0].invokes[0].sampling["prompt_logprobs"] == 2
+
+
+async def test_a_structural_tag_constrains_the_sampling(engine: Engine, served: Served) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}
+    async with engine(tiny) as scripted, served.openai() as api:
+        await api.completions.create(model="tiny", prompt="x", extra_body={"response_format": tag})
+        constraint = scripted.taken[0].invokes[0].sampling["structured_outputs"]
+        assert json.loads(constraint["structural_tag"]) == tag
