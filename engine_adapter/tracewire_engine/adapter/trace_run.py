@@ -272,7 +272,6 @@ class TraceRun:
                     await self.fail(failure, status=status)
                     return
             if len(self.requests) == 1:
-                # Most traces have one request, which needs no task group.
                 await self._pump(self.requests[0])
             else:
                 async with anyio.create_task_group() as group:
@@ -417,7 +416,7 @@ class TraceRun:
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
-            # vLLM aborted the request, not the adapter: it failed, or vLLM's processes were told to stop.
+            # vLLM aborted the request: it failed, or its processes were told to stop.
             if finish_reason == "abort" and not await self._engine.takes_requests():
                 raise EngineLost("vLLM takes no more requests: its engine was told to stop")
             reason = f"vLLM ended the request with {finish_reason!r} after {first + len(token_ids)} tokens"

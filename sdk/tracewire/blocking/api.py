@@ -848,17 +848,15 @@ class Client(BlockingClient):
             detach: let the trace run on when its handle is left or its client ends. Otherwise the trace is cancelled.
             on_engine_loss: `"restart"`: another engine runs the trace again when its engine is lost or shut down, and
                 iterating yields a `Restarted`. Without a `seed`, the engine derives one from the trace's id, so that
-                each attempt samples the same tokens. `"fail"`: the trace fails when its first engine is lost.
+                each attempt samples the same tokens. `"fail"`: the trace fails with its first engine.
             max_attempts: how many engines may be lost over the trace before it fails.
-            edits: names of the standing interventions that the trace asks for (`Client.edits`). Without it, those of
-                scope `"all"` or `"default"` run; with an empty list, only those of scope `"all"`.
+            edits: names of standing interventions (`Client.edits`); by default those of scope `"all"` or `"default"`.
             trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once.
             shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
-            token_strings: `True`: the engine sends a string with each token id, of outputs, prompts and logit lenses.
+            token_strings: whether the engine sends a string with each token id.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of what waits. `"thin"`: it leaves
-                out what declared interventions read in some steps. `"spill"`: it puts all saves beside Redis, if it was
-                started with `--bulk`. These two hold the trace only if that is not enough.
+                out reads of declared interventions in some steps. `"spill"`: it puts saves beside Redis (`--bulk`).
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:

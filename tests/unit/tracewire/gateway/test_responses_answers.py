@@ -1,0 +1,66 @@
+"""Responses: what a message becomes, and the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tracewire import ChatMessage, MessageDelta, ToolCall, ToolCallDelta, Values
+from tracewire.gateway.continuity import Piece
+from tracewire.gateway.responses_answers import ResponseAnswer, ResponseEvents, items_of, response_of
+from tracewire.gateway.responses_bodies import ResponsesBody
+from tracewire_bus.wire.messages import Usage
+
+
+def answer(**fields: Any) -> ResponseAnswer:
+    asked = ResponsesBody(**{"model": "m", "input": "x", **fields})
+    return ResponseAnswer("t", "m", 5, choices=1, top=None, ids=False, asked=asked)
+
+
+def piece(text: str, reason: str | None = None, **fields: Any) -> Piece:
+    return Piece(0, 0, 0, text, [1], None, Values(), reason, None, **fields)
+
+
+def test_a_message_is_items() -> None:
+    calls = [ToolCall(id="c", name="add", arguments="{}")]
+    kinds = [one["type"] for one in items_of("t", ChatMessage(reasoning="r", tool_calls=calls), "completed")]
+    assert kinds == ["reasoning", "function_call"]
+    (empty,) = items_of("t", ChatMessage(), "completed")
+    assert (empty["type"], empty["content"][0]["text"]) == ("message", "")
+
+
+def test_a_body_repeats_its_request() -> None:
+    made = answer(temperature=0.5, tool_choice="none", metadata={"a": "b"})
+    choice = made.whole(0, piece("text", "length", whole=ChatMessage(content="text")))
+    body = made.body([choice], Usage(prompt_tokens=2, completion_tokens=3), tracewire={"trace_id": "t"})
+    assert (body["id"], body["temperature"], body["tool_choice"]) == ("resp_t", 0.5, "none")
+    assert (body["status"], body["metadata"]) == ("incomplete", {"a": "b"})
+    assert (body["usage"]["total_tokens"], body["tracewire"]) == (5, {"trace_id": "t"})
+    assert body.keys() >= response_of("t", "m", 5.0, status="completed").keys()
+
+
+def test_two_calls_are_two_items_and_numbers_go_up() -> None:
+    events = ResponseEvents(answer())
+    found = list(events.begin())
+    for index in range(2):
+        call = ToolCallDelta(index=index, id=f"c{index}", name="add", arguments="{}")
+        found += events.added(piece("x", "stop" if index else None, message=MessageDelta(tool_calls=[call])))
+    found += events.end(Usage())
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    response = found[-1]["response"]
+    assert [one["call_id"] for one in response["output"]] == ["c0", "c1"]
+    places = [one["output_index"] for one in found if one["type"] == "response.output_item.done"]
+    assert places == [0, 1]
+    assert found[-1]["type"] == "response.completed"
+
+
+def test_a_stream_without_output_has_an_empty_message() -> None:
+    events = ResponseEvents(answer())
+    kinds = [one["type"].removeprefix("response.") for one in events.end(Usage())]
+    assert kinds[0] == "output_item.added"
+    assert kinds[-1] == "completed"
+
+
+def test_a_failure_is_an_event() -> None:
+    event = ResponseEvents(answer()).failed({"code": "engine_lost", "message": "gone", "param": None})
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    assert event["response"]["error"] == {"code": "engine_lost", "message": "gone"}
