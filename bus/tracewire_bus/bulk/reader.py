@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
 
-from .remote import RemoteStores, StoreRefused
-from .segments import read_range
 from .stores import BulkStores, StorePlace
+
+if TYPE_CHECKING:
+    from .remote import RemoteStores
 
 __all__ = ["BulkMissing", "BulkReader"]
 
@@ -35,7 +36,7 @@ class BulkReader:
 
     def __init__(self, stores: BulkStores) -> None:
         self.stores = stores
-        self._remote = RemoteStores()
+        self._remote: RemoteStores | None = None
         self._places: dict[str, tuple[float, StorePlace | None]] = {}
 
     async def read(self, where: BulkRange) -> bytes:
@@ -48,12 +49,7 @@ class BulkReader:
         place = await self._place(where.store)
         data = _read_here(place, where)
         if data is None and place.address:
-            try:
-                data = await self._remote.read(place, where)
-            except StoreRefused as error:
-                raise BulkMissing(
-                    f"the engine at {place.address}, which serves bulk store {where.store}, has not sent them: {error}"
-                ) from error
+            data = await self._read_remote(place, where)
         if data is None:
             raise BulkMissing(
                 f"bulk store {where.store} has no such bytes in {place.path} on this host. They are gone with the "
@@ -62,6 +58,19 @@ class BulkReader:
         if bulk_digest(data) != where.digest:
             raise BulkMissing(f"what bulk store {where.store} has of them does not match the digest in the event")
         return data
+
+    async def _read_remote(self, place: StorePlace, where: BulkRange) -> bytes:
+        # Imported here, because most clients read no bulk of another host.
+        from .remote import RemoteStores, StoreRefused
+
+        if self._remote is None:
+            self._remote = RemoteStores()
+        try:
+            return await self._remote.read(place, where)
+        except StoreRefused as error:
+            raise BulkMissing(
+                f"the engine at {place.address}, which serves bulk store {where.store}, has not sent them: {error}"
+            ) from error
 
     async def _place(self, store: str) -> StorePlace:
         known = self._places.get(store)
@@ -73,10 +82,14 @@ class BulkReader:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._remote.aclose()
+        if self._remote is not None:
+            await self._remote.aclose()
 
 
 def _read_here(place: StorePlace, where: BulkRange) -> bytes | None:
+    # Imported here, because most clients read no bulk.
+    from .segments import read_range
+
     try:
         return read_range(place.path, where.segment, where.offset, where.nbytes)
     except OSError as error:

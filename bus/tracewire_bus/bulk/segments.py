@@ -223,7 +223,7 @@ def _locked(path: Path) -> int | None:
     return file
 
 
-def read_range(path: Path, segment: str, offset: int, nbytes: int) -> bytes | None:
+def read_range(path: str | Path, segment: str, offset: int, nbytes: int) -> bytes | None:
     """Bytes of a segment in the store at `path`; `None` if there is no such segment, or it ends before.
 
     Raises:
@@ -232,7 +232,7 @@ def read_range(path: Path, segment: str, offset: int, nbytes: int) -> bytes | No
     if not _NAME.fullmatch(segment):
         return None
     try:
-        file = os.open(path / segment, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(os.path.join(path, segment), os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,7 +24,7 @@ class StorePlace(msgspec.Struct, frozen=True):
         token: what a consumer shows there.
     """
 
-    path: Path
+    path: str
     address: str = ""
     token: str = ""
 
@@ -44,7 +43,7 @@ class BulkStores:
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer.
         """
-        fields = ("path", str(place.path), "address", place.address, "token", place.token)
+        fields = ("path", place.path, "address", place.address, "token", place.token)
         key = self._key(store)
         await self._connections.commands(("HSET", key, *fields), ("EXPIRE", key, _KNOWN_S))
 
@@ -67,4 +66,4 @@ class BulkStores:
         if found[0] is None:
             return None
         path, address, token = (bytes(field or b"").decode("utf-8", "surrogateescape") for field in found)
-        return StorePlace(Path(path), address, token)
+        return StorePlace(path, address, token)

@@ -209,7 +209,7 @@ class BulkWriter:
     async def _register(self) -> None:
         address, token = self._place
         for name, store in self._stores.items():
-            await self._bus.bulk.stores.register(name, StorePlace(store.path, address, token))
+            await self._bus.bulk.stores.register(name, StorePlace(str(store.path), address, token))
 
     async def _remove_dropped(self) -> None:
         looked = list(islice(self._ended, _LOOK_TRACES))

@@ -34,7 +34,7 @@ def written(segment: Segment, data: bytes = DATA) -> BulkRange:
 async def test_a_range_is_read(bus: Bus, tmp_path: Path, segment: Segment) -> None:
     written(segment, b"before")
     where = written(segment)
-    await bus.bulk.stores.register(segment.store, StorePlace(tmp_path / segment.store))
+    await bus.bulk.stores.register(segment.store, StorePlace(str(tmp_path / segment.store)))
     assert await bus.bulk.read(where) == DATA
     assert await bus.bulk.read(where) == DATA
 
@@ -45,14 +45,14 @@ async def test_an_unknown_store_is_gone(bus: Bus, segment: Segment, monkeypatch:
         await bus.bulk.read(where)
     # It is asked for again after a while.
     monkeypatch.setattr(reader, "_AGE_S", 0.0)
-    await bus.bulk.stores.register(segment.store, StorePlace(segment._folder.path))
+    await bus.bulk.stores.register(segment.store, StorePlace(str(segment._folder.path)))
     await anyio.lowlevel.checkpoint()
     assert await bus.bulk.read(where) == DATA
 
 
 async def test_what_differs_is_refused(bus: Bus, tmp_path: Path, segment: Segment) -> None:
     where = written(segment)
-    await bus.bulk.stores.register(segment.store, StorePlace(tmp_path / segment.store))
+    await bus.bulk.stores.register(segment.store, StorePlace(str(tmp_path / segment.store)))
     with pytest.raises(BulkMissing, match="digest"):
         await bus.bulk.read(msgspec.structs.replace(where, digest=bytes(16)))
     with pytest.raises(BulkMissing, match="digest"):

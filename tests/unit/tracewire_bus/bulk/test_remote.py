@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
 import anyio
 import pytest
@@ -53,7 +52,7 @@ async def listening(
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with anyio.create_task_group() as group:
         group.start_soon(listener.serve, handle)
-        yield StorePlace(Path("/nowhere"), f"127.0.0.1:{listener.extra(SocketAttribute.local_port)}", TOKEN)
+        yield StorePlace("/nowhere", f"127.0.0.1:{listener.extra(SocketAttribute.local_port)}", TOKEN)
         group.cancel_scope.cancel()
 
 

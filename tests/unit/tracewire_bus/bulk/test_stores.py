@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tracewire_bus.bulk.stores import StorePlace
 from tracewire_bus.bus import Bus
 
@@ -11,7 +9,7 @@ from tracewire_bus.bus import Bus
 async def test_a_store_is_found_until_it_is_removed(bus: Bus) -> None:
     stores = bus.bulk.stores
     assert await stores.find("one") is None
-    here, served = StorePlace(Path("/dev/shm/one")), StorePlace(Path("/dev/shm/öne"), "host:7400", "token")
+    here, served = StorePlace("/dev/shm/one"), StorePlace("/dev/shm/öne", "host:7400", "token")
     await stores.register("one", here)
     assert await stores.find("one") == here
     await stores.register("one", served)
