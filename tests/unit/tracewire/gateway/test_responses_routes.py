@@ -163,6 +163,7 @@ async def test_what_is_not_served_is_refused_by_name(
 
 async def test_a_response_that_is_none_is_not_found(engine: Engine, served: Served) -> None:
     async with engine(tiny), served.openai() as api:
-        for name in ("nothing", "resp_nothing"):
-            with pytest.raises(openai.NotFoundError):
-                await api.responses.retrieve(name)
+        for name in ("nothing", "resp_nothing", "resp_", "resp_é", "resp_a b", "resp_" + "x" * 300):
+            for call in (api.responses.retrieve, api.responses.cancel):
+                with pytest.raises(openai.NotFoundError):
+                    await call(name)
