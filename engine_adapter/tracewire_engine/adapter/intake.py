@@ -13,6 +13,7 @@ import msgspec
 
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
+from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
@@ -276,6 +277,7 @@ class Intake:
     async def _run_to_its_end(
         self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
     ) -> None:
+        add_log_fields(trace_id=entry.trace, client=submission.client, engine=self._services.info.engine)
         timer: asyncio.TimerHandle | None = None
         if opened.left_s is not None:
             message = f"the trace's deadline, {submission.deadline_s or 0:g} s after it was queued, has passed"

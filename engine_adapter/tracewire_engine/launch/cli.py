@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
+from tracewire_bus.logs import configure_logging
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
@@ -59,8 +60,6 @@ _GRACE_S = 30.0
 #: How often a loaded engine tries to reach a Redis that does not answer, in seconds.
 _REDIS_S = 1.0
 
-_LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
-
 #: anyio's options for the adapter's event loop: uvloop if it is installed, which vLLM's server requires.
 LOOP = {"use_uvloop": find_spec("uvloop") is not None}
 
@@ -89,11 +88,13 @@ def main(arguments: list[str] | None = None) -> int:
         with ExitStack() as loading:
             loading.enter_context(hub_token(given.secrets))
             return _adapter(arguments, given.secrets, loading.close)
-    logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--restarts", type=int)
     early.add_argument("--drain", type=float, default=10.0)
+    early.add_argument("--log-format", default="text")
     options, _ = early.parse_known_args(arguments)
+    # The adapter refuses another value.
+    configure_logging("json" if options.log_format == "json" else "text")
     # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
     command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(arguments)]
@@ -120,7 +121,7 @@ def _adapter(
     from .engine_builder import UnsupportedSetting
 
     options = _parsed(arguments, secrets)
-    logging.basicConfig(level=logging.INFO, format=_LOG, stream=sys.stderr)
+    configure_logging(options.log_format)
     options.loaded = loaded
     try:
         vllm_arguments = _vllm_arguments(options)
@@ -168,6 +169,9 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
     # With this policy vLLM's scheduler respects a trace's priority. The operator can choose another one.
     parser.set_defaults(scheduling_policy="priority")
     options: argparse.Namespace = parser.parse_args(arguments)
+    if options.log_format == "json":
+        # vLLM's processes read it as they import vLLM.
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("json_logging.json")))
     try:
         options.url = redis_url(options)
     except ValueError as error:

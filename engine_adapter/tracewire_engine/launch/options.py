@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tracewire_bus.logs import LOG_FORMATS
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .secret import URL
@@ -254,6 +255,9 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         "--check-collect",
         action="store_true",
         help="check every trace's saves against those of nnsight's own collect (costs throughput)",
+    )
+    group.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)"
     )
     group.add_argument(
         "--log-stats",

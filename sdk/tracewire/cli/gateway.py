@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from importlib.util import find_spec
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tracewire.errors import LibraryMissing
+from tracewire_bus.logs import LOG_FORMATS, configure_logging
 
 __all__ = ["add_gateway"]
 
-_NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+_NEEDS = ("fastapi", "prometheus_client", "pythonjsonlogger", "uvicorn")
 
 
 def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
@@ -36,6 +36,7 @@ def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
     add("--body-limit", type=_bytes, default=32 << 20, metavar="BYTES", help="largest body of a request (default: 32M)")
     add("--concurrency", type=int, default=0, metavar="N", help="requests that one key may run at once (default: any)")
     add("--drain", type=float, default=30.0, metavar="SECONDS", help="how long SIGTERM lets requests run (default: 30)")
+    add("--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)")
     add("--new-key", metavar="NAME", help="print a new key and its entry for the file of keys, and serve nothing")
     rights = "rights of the new key, separated by commas (default: read,steer,submit)"
     add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
@@ -88,7 +89,7 @@ async def _gateway(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"tracewire: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(options.log_format)
     # uvicorn stops at these, and raises them again when it has stopped.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

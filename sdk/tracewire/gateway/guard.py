@@ -9,6 +9,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tracewire_bus.log_fields import add_log_fields
+
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
 
@@ -47,6 +49,8 @@ class Guard:
             if gateway.closing:
                 raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
             caller = gateway.keys.caller(_header(scope, b"authorization"))
+            # The path names the trace, where a trace exists already.
+            add_log_fields(client=caller.name, path=scope["path"])
             with gateway.limits.request(caller):
                 scope["tracewire.caller"] = caller
                 body = _Body(scope, receive, caller.body_bytes or gateway.settings.body_bytes)

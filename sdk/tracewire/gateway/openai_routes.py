@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from tracewire import Final, Gap, Item, Output, Restarted, Result, Trace, TracewireError, UnknownModel, Values
 from tracewire.traces.output import merged
+from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.wire.messages import SHARED_INVOKE, Usage
 
 from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
@@ -151,6 +152,7 @@ class Completion:
             trace = await unless_left(request, self._started)
         except TracewireError as error:
             raise self.problem(error) from error
+        add_log_fields(trace_id=trace.id)
         # Only now, since a metric of a model that nobody serves would never go away.
         self.measured = Measured(self.gateway.metrics, self.gateway.limits, self.caller, trace.model, self._begun)
         if self.body.stream:

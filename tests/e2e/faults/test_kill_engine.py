@@ -5,6 +5,7 @@ The new one is told to go, which it says on its way out.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -67,8 +68,8 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     own_bus: str, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if kind == "Worker" else {}
-    bulk = ("--bulk", str(tmp_path / "bulk"))
-    with running_engine(own_bus, tmp_path, "--drain", "0.1", *bulk, *options, environment=environment) as engine:
+    shared = ("--drain", "0.1", "--bulk", str(tmp_path / "bulk"), "--log-format", "json")
+    with running_engine(own_bus, tmp_path, *shared, *options, environment=environment) as engine:
         async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
             model = await client.models.get("demo", timeout=PATIENCE)
             vector = np.random.default_rng(5).standard_normal(model.info.hidden_size).astype(np.float32)
@@ -127,3 +128,7 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
             _, alive = psutil.wait_procs(below, timeout=30)
             assert not alive
             assert await client.models.list() == []
+    lines = [json.loads(line) for line in engine.log.read_text().splitlines() if line.startswith("{")]
+    assert all({"time", "level", "logger", "message", "pid"} <= line.keys() for line in lines)
+    assert {line["logger"] for line in lines} >= {"tracewire"}
+    assert len({line["pid"] for line in lines}) >= 3

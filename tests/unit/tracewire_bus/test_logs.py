@@ -1,0 +1,33 @@
+"""How processes log."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from tracewire_bus.logs import configure_logging
+
+
+@pytest.mark.parametrize(("form", "begins"), [("text", "20"), ("json", "{")])
+def test_a_process_logs_in_the_form_that_is_asked_for(form: str, begins: str) -> None:
+    program = f"""
+import logging
+from tracewire_bus.logs import configure_logging
+configure_logging({form!r})
+logging.getLogger("tracewire").debug("not this")
+logging.getLogger("tracewire").info("served %s", "it")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(begins)
+    assert "served it" in line
+
+
+def test_a_process_that_logs_already_goes_on_as_it_does() -> None:
+    before = list(logging.getLogger().handlers)
+    assert before
+    configure_logging()
+    assert logging.getLogger().handlers == before
