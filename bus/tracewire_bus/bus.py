@@ -303,7 +303,7 @@ class Bus:
 
     @property
     def bulk(self) -> BulkReader:
-        """What traces save beside Redis."""
+        """The bulk stores, with saves of traces outside Redis."""
         return _open(self._bulk)
 
     # --- standing interventions ---------------------------------------------------------------------------------------

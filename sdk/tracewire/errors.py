@@ -640,7 +640,7 @@ class ValueMissing(NotFoundError):
     @classmethod
     def of_event(cls, trace_id: str, event_id: str, reason: str) -> Self:
         """The error for all that one event saved."""
-        return cls(trace_id, "", reason, what=f"what event {event_id} of trace {trace_id} saved")
+        return cls(trace_id, "", reason, what=f"the saves of event {event_id} of trace {trace_id}")
 
 
 class TokenizerUnavailable(NotFoundError):
@@ -652,7 +652,7 @@ class BlockOnly(InvalidRequestError, AttributeError):
 
 
 class UnknownPosition(InvalidRequestError):
-    """A place in a trace is neither `"start"` nor `"now"` nor the id of an event. `since` is what was given."""
+    """A place in a trace is neither `"start"` nor `"now"` nor the id of an event. `since` is the given value."""
 
     def __init__(self, since: str) -> None:
         self.since = since

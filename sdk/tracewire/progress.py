@@ -16,7 +16,7 @@ class HarvestProgress(msgspec.Struct, frozen=True):
         skipped: prompts that were in the harvest before this run, or had failed before.
         total: prompts of the data set, where it has a length.
         shards: shards that this run has written. The rows of further prompts are in memory.
-        tokens: tokens of the prompts and of what was sampled after them.
+        tokens: tokens of the prompts, and sampled tokens.
         bytes: bytes of the values that were kept.
         seconds: how long the run has taken.
     """

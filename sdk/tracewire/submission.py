@@ -1,4 +1,4 @@
-"""A submission: what a caller passes to `trace`, checked and made into the message that travels.
+"""A submission: checks the arguments of `trace`, and makes the message of them.
 
 The checks here need no engine. An error names the part at fault as the caller wrote it (`"sampling.temperature"`,
 `"prompts[1].block"`).

@@ -1,1 +1,1 @@
-"""Bulk beside Redis: large saves of traces are in files of the engine's host, and events refer to them."""
+"""Bulk stores: large saves of traces are in files of the engine's host, and events refer to them."""

@@ -56,7 +56,7 @@ class BulkReader:
                 "trace or the engine's host, or this is another host or user: engines serve those with --bulk-listen"
             )
         if bulk_digest(data) != where.digest:
-            raise BulkMissing(f"what bulk store {where.store} has of them does not match the digest in the event")
+            raise BulkMissing(f"their bytes in bulk store {where.store} do not match the digest in the event")
         return data
 
     async def _read_remote(self, place: StorePlace, where: BulkRange) -> bytes:
@@ -77,7 +77,7 @@ class BulkReader:
         if known is None or known[0] < anyio.current_time() - _AGE_S:
             known = self._places[store] = anyio.current_time(), await self.stores.find(store)
         if known[1] is None:
-            raise BulkMissing(f"bulk store {store} is gone, and what it held")
+            raise BulkMissing(f"bulk store {store} is gone with its contents")
         return known[1]
 
     async def aclose(self) -> None:

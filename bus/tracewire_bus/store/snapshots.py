@@ -139,7 +139,7 @@ class Snapshots:
         Raises:
             FoldError: the stream does not go on from its last snapshot, since another process trimmed the stream.
             ValueError: this version cannot read the stream or the snapshot.
-            BulkMissing: what an output saved beside Redis is gone.
+            BulkMissing: the saves of an output in a bulk store are gone.
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer.
         """

@@ -2,7 +2,7 @@
 
 Redis keeps about 2000 lifecycle entries for each hash tag, for a day. The list has the traces whose submission is among
 them, with how far each had come by its last entry. A page of the list reads the streams from their ends, since later
-entries say what became of a trace.
+entries have the later states of a trace.
 """
 
 from __future__ import annotations

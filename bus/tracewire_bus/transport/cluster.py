@@ -321,8 +321,8 @@ class ClusterLink(Link):
     ) -> list[Any]:
         """Execute commands on the nodes that have their slots; see `Link.execute`.
 
-        Commands on one slot are executed in this order. The `AfterOthers` are executed after all other commands; if one
-        of the others was refused for now, they are not executed, and have its error as their reply.
+        Commands on one slot are executed in this order. The `AfterOthers` are executed after all other commands; if a
+        node temporarily refused one of the others, they are not executed, and have its error as their reply.
 
         Args:
             commands: the commands, each as a sequence of its name and arguments.

@@ -102,7 +102,7 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 
 def _joined(value: Any) -> msgspec.Raw:
-    """What `Pieces` stand for, which are encoded already."""
+    """The bytes of `Pieces`, which are encoded already."""
     if type(value) is not Pieces:
         raise TypeError(f"a {type(value).__name__} cannot be encoded")
     return msgspec.Raw(bytes(value))
@@ -170,7 +170,7 @@ class _Undecoded(OutputBase, tag="o"):
 
 
 def find_bulk(data: bytes | memoryview) -> BulkRange | None:
-    """Where the deltas of an encoded event lie, if it is an output whose deltas lie beside Redis.
+    """The range of an encoded event's deltas, if it is an output whose deltas are in a bulk store.
 
     Raises:
         msgspec.MsgspecError: `data` is no event, or the reference is malformed.

@@ -349,9 +349,9 @@ class Submission(Message):
     of the values that all blocks share (`Block.shared`): lists, dicts and arrays.
 
     `deadline_s` is the seconds that the trace may take, from when it was queued, by Redis's clock (`None`: no limit).
-    `priority` orders a client's own traces on the queue and all traces in vLLM's scheduler, lower first. Submissions
-    are taken from the queue in turns by `client`. With `detach` the trace keeps running when its submitter goes away;
-    otherwise `lease` names the lease that the submitter renews while it lives (`""`: none). When an engine is lost,
+    `priority` orders a client's own traces on the queue and all traces in vLLM's scheduler, lower first. Clients
+    (`client`) take turns on the queue. With `detach` the trace keeps running when its submitter goes away;
+    otherwise `lease` names the lease that the submitter renews while it runs (`""`: none). When an engine is lost,
     another starts the trace again from its beginning; after `max_attempts` engines were lost, the trace fails.
 
     `edits` names the standing interventions that the submission asks for (`Edit`); `None` and an empty list differ.
@@ -602,7 +602,7 @@ class DecodedOutput(OutputBase, tag="o"):
 
 class RawOutput(OutputBase, tag="o"):
     """A `DecodedOutput` with encoded deltas. The adapter writes this form, so as not to re-encode a worker's deltas:
-    `codec.encode_output` encodes it. Where the deltas lie beside Redis, `deltas` is the encoded reference to them.
+    `codec.encode_output` encodes it. If the deltas are in a bulk store, `deltas` is the encoded reference to them.
     """
 
     deltas: list[msgspec.Raw | Pieces] | msgspec.Raw = []  # type: ignore[assignment]
@@ -710,8 +710,8 @@ class Lagging(Event, tag="lagging"):
     """Events of the trace wait in the engine's adapter, since Redis takes them more slowly than the engine makes them.
 
     `action` says what the engine does from now on, as the submission's `on_lag` asks for: `"held"`, it makes no tokens
-    for the trace; `"thinned"`, it leaves out the reads of declared interventions; `"spilled"`, it puts all saves
-    beside Redis; `"caught_up"`, it does none of these.
+    for the trace; `"thinned"`, it leaves out the reads of declared interventions; `"spilled"`, it puts all saves into
+    a bulk store; `"caught_up"`, it does none of these.
     `nbytes` is about how many bytes waited; `left_out` is the number of steps whose reads were left out so far, of all
     choices. `time` is when the adapter decided so, in seconds since the epoch.
     """
@@ -820,7 +820,7 @@ class EditRecord(Message):
 
     For a request of the HTTP API the record holds the saves: `deltas` (an encoded `list[list[Delta]]`, starting from
     empty saves) under the names that the edit gave, and `manifest` to check their fold against. Large arrays in the
-    saves are blobs of the owner `blobs`. A trace's own stream has what an edit saved on the trace; its record only
+    saves are blobs of the owner `blobs`. A trace's own stream has an edit's saves on the trace; its record only
     repeats an `error`. `dropped` is the reason if the engine left saves out. `request` is the id that the request's
     client knows; `time` is in seconds since the epoch; `tokens` is the number of sampled tokens.
     """

@@ -1,10 +1,10 @@
-"""Backpressure: what the adapter does when the engine makes events faster than Redis takes them.
+"""Backpressure: slows traces, or the engine, when the engine makes events faster than Redis takes them.
 
-The adapter counts what waits for Redis: the events that Redis has not acknowledged, the workers' reports, and vLLM's
-outputs that wait for their turn. It first slows the traces whose own events wait, each by the submission's `on_lag`:
-`"hold"` pauses the trace's requests in the engine, `"thin"` leaves out what declared interventions read, `"spill"`
-puts all saves beside Redis, and these two pause the requests only if that is not enough. Other traces run on. Only
-when more than `buffer_bytes` wait in all does the adapter pause the whole engine.
+The adapter counts the bytes that wait for Redis: the events that Redis has not acknowledged, the workers' reports, and
+vLLM's outputs that wait for their turn. It first slows the traces whose own events wait, each by the submission's
+`on_lag`: `"hold"` pauses the trace's requests in the engine, `"thin"` leaves out the reads of declared interventions,
+`"spill"` puts all saves into the bulk store, and these two pause the requests only if that is not enough. Other traces
+run on. Only when more than `buffer_bytes` wait in all does the adapter pause the whole engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAST_SHARE: Final = 1 << 20
 
 
 class Backpressure:
-    """Compares what waits for Redis with `buffer_bytes`, and slows traces or the engine down."""
+    """Compares the bytes that wait for Redis with `buffer_bytes`, and slows traces or the engine down."""
 
     def __init__(
         self,

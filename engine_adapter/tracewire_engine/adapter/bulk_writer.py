@@ -1,4 +1,4 @@
-"""Bulk beside Redis, on the engine's side: large saves of outputs go to files, and events refer to them.
+"""Bulk stores, on the engine's side: large saves of outputs go to files, and events refer to them.
 
 An output whose saves take more than `bulk_threshold` bytes goes to Redis without them. The engine appends them to a
 segment of its bulk store (`tracewire_bus/bulk/segments.py`), and the event has a reference in their place. If the store

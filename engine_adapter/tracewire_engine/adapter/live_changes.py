@@ -238,7 +238,7 @@ class Steering:
                 backoff.reset()
             except Exception:
                 if self._engine.lost:
-                    # The traces that ran there find out by themselves.
+                    # The runs of that engine learn of its loss by themselves.
                     await anyio.sleep_forever()
                 logger.exception("changes of %d traces did not reach the workers", len(changes))
                 for run, (live, values) in waiting.items():

@@ -18,7 +18,7 @@ __all__ = ["RunningRequest"]
 
 
 class RunningRequest:
-    """A request, and what has been published of it, by choice."""
+    """A request, and its published part, by choice."""
 
     def __init__(
         self, name: str, invoke: int, prepared: Prepared, outputs: Outputs, pending: PendingRecords | None
@@ -69,7 +69,7 @@ class RunningRequest:
         return ended, steps[:keep]
 
     def take(self, choice: Choice) -> None:
-        """Note what is published of a choice."""
+        """Note the published part of a choice."""
         self.token_ids[choice.index].extend(choice.token_ids)
         self.text[choice.index].append(choice.text)
         if self.prepared.asks_result:

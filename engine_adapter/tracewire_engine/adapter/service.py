@@ -2,7 +2,7 @@
 
 `Intake` takes submissions off the model's queue, up to the engine's capacity, has a `Validator` check each, and runs it
 as a task (`trace_run.py`), which gets the workers' reports by `report_router.py`. The *blob reader* brings large arrays
-to the bus before the reports that refer to them. `Control` reads what clients ask of running traces; `Steering` brings
+to the bus before the reports that refer to them. `Control` reads clients' orders for running traces; `Steering` brings
 changes of live parameters to the workers. After Redis has lost data, `Claims` writes again which traces run here.
 `LeaseWatch` ends the traces of clients and engines that are gone. The *heartbeat* renews the engine's entry in the
 registry. `Retention` trims long streams. `FinishedRetention` drops the oldest

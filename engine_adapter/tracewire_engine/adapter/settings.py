@@ -26,7 +26,7 @@ class Settings:
     last_words_s: float = 5.0
     #: Arrays of more bytes than this, read by declared interventions, go into blobs (0: none does).
     blob_threshold: int = THRESHOLD_BYTES
-    #: Where saves go that are more than Redis should carry; `None`: to Redis.
+    #: The settings of the bulk store for large saves; `None`: all saves go to Redis.
     bulk: BulkSettings | None = None
     #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
     retain_events: int = 0

@@ -1,4 +1,4 @@
-"""The strings of tokens, one for each id: what a table of tokens shows."""
+"""The strings of tokens, one for each id, as a table of tokens shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPACE = "\u2581"
 
 
 class TokenStrings:
-    """Finds the string of each token id, and keeps what it has found: at most one string for each id of the vocabulary.
+    """Finds the string of each token id, and caches it: at most one string for each id of the vocabulary.
 
     A string has the token's leading space, which `decode` drops at the beginning of a text with some tokenizers.
     Special tokens have their names. Where a character is spread over several tokens, each has the replacement character

@@ -20,7 +20,7 @@ _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class TraceEnd:
-    """The fields of a final event. `error` is what vLLM ended the trace with, if it did."""
+    """The fields of a final event. `error` is the error with which vLLM ended the trace, if it did."""
 
     def __init__(self, error: Failure | None) -> None:
         self.deltas: list[tuple[int, int, msgspec.Raw]] = []

@@ -94,10 +94,10 @@ class TraceLag:
         )
 
     def warnings(self) -> list[str]:
-        """What the trace's consumers should know of its saves at its end."""
+        """Warnings about the trace's saves for its consumers, at its end."""
         found = []
         if self.left_out:
-            found.append(f"the engine left out what interventions read in {self.left_out} steps: Redis was late")
+            found.append(f"the engine left out the reads of interventions in {self.left_out} steps: Redis was late")
         if self._lacks_store and self._was_held:
             found.append("the engine held the trace while Redis was late: on_lag='spill' needs an engine with --bulk")
         if self._bulk is not None and self._bulk.refused:

@@ -61,7 +61,7 @@ _LIFECYCLE: dict[type[Event], str] = {
 class TraceStream:
     """Publishes the events of attempt `attempt` of `trace`, and counts them in `tally`, if there is one.
 
-    What outputs save in volume goes to `bulk` before, if there is one.
+    Large saves of outputs go to `bulk` first, if there is one.
     """
 
     def __init__(

@@ -392,7 +392,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _bulk(options: argparse.Namespace) -> BulkSettings | None:
-    """How the options have bulk kept beside Redis; `None` if they do not."""
+    """The settings of bulk stores by the options; `None` without such stores."""
     if options.bulk is None:
         return None
     from tracewire_engine.adapter.bulk_writer import BulkSettings

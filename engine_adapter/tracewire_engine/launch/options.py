@@ -119,7 +119,7 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         "--bulk",
         type=Path,
         metavar="FOLDER",
-        help="keep what traces save in volume in files of this folder, beside Redis, such as /dev/shm/tracewire for "
+        help="keep large saves of traces in files of this folder, instead of in Redis, such as /dev/shm/tracewire for "
         "consumers on this host (default: all on Redis)",
     )
     group.add_argument(

@@ -73,7 +73,7 @@ class BlobSender:
 
         Args:
             record: is sent last, with the last deltas and the manifest.
-            ending: the choice's final saves, to compare with what was sent; without it the record is sent as it is.
+            ending: the choice's final saves, to compare with the sent values; without it the record is sent as it is.
             checked: is called with the manifest before it is sent.
         """
         lane = (record.request, record.choice)

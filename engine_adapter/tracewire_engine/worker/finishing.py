@@ -1,4 +1,4 @@
-"""Ends the blocks of requests that are over, and reports what they saved in full."""
+"""Ends the blocks of requests that are over, and reports all of their saves."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ _BLOCKS = {BLOCK_ARG, EDITS_ARG, "nnsight_mediator", "nnsight_edits"}
 
 
 class TracewireRunner(NNsightGPUModelRunner):
-    """A vLLM model runner that runs blocks and reports what they save, step by step."""
+    """A vLLM model runner that runs blocks and reports their saves, step by step."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -274,7 +274,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 mediator.begin_step()
 
     def _send_to_stages(self, pipeline: Pipeline) -> None:
-        """Send the other stages what this one served in its part of the step."""
+        """Send the other stages the values that this one served in its part of the step."""
         book, declared = self.nnsight_requests, self.tracewire_declared
 
         def share(request_id: str) -> StageState:

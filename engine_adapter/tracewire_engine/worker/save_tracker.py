@@ -420,7 +420,7 @@ class Ending:
         self.passed = False
 
     def compare(self) -> tuple[list[Delta], list[Manifest], list[LargeArray]]:
-        """The last deltas, the manifest, and the large arrays of `again` that differ from what was sent.
+        """The last deltas, the manifest, and the large arrays of `again` that differ from the sent ones.
 
         The caller has taken the digests of `taken` and `again`. One thread at a time may call this. With `passed`, an
         entry of the manifest has no digest if its value is a list of arrays that are equal to those sent.

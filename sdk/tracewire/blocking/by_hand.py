@@ -72,8 +72,8 @@ class BlockingClient(Bridge[AsyncClient]):
         return self._async.url
 
     def load(self, value: Any, *, dtype: str | None = None, exact: bool = False) -> Any:
-        """`tracewire.load`: `value` with the arrays that it refers to. A result, or its saves, keep what was
-        downloaded, as `result.load` does, and can be converted then.
+        """`tracewire.load`: `value` with the arrays that it refers to. A result, or its saves, keep the downloaded
+        arrays, as `result.load` does, and can be converted then.
         """
 
         async def load() -> Any:

@@ -40,7 +40,7 @@ class Item:
 
 
 class Dataset:
-    """The prompts of what a caller passes as a data set.
+    """The prompts of a data set, in any form that callers pass.
 
     `source` is a path or an fsspec URL of a JSONL or Parquet file, or an iterable or async iterable of rows: prompts as
     `Client.trace` takes them, or dicts, of which `column` is the prompt and `key` the key. Without `column` it is the

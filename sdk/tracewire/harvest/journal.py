@@ -1,4 +1,4 @@
-"""The journal of a harvest: one entry a shard, which is what makes the shard's files a part of the harvest.
+"""The journal of a harvest: one entry a shard. Only an entry makes the shard's files a part of the harvest.
 
 An entry is one file, put in one piece under the next number, and never changed. If its number is taken, another client
 writes to the harvest, and the client stops. So no prompt is in two shards. A later entry may withdraw the shard of an

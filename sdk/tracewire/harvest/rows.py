@@ -35,7 +35,7 @@ class Reading:
 
     Attributes:
         several: whether an item has a dimension of locations.
-        positions: as declared. `last` and what is reduced over positions has one row an item.
+        positions: as declared. With `last`, or a reduction over positions, an item has one row.
     """
 
     name: str

@@ -61,7 +61,7 @@ class Shard:
         return len(self._prompts) + len(self._failed)
 
     def add(self, one: PromptRows | Failed) -> None:
-        """Add what came of a prompt."""
+        """Add the outcome of a prompt."""
         if isinstance(one, Failed):
             self._failed.append(one)
             return

@@ -1,7 +1,7 @@
 """`EventReader`: the one place where entries of a trace's stream become events.
 
-An entry that cannot be decoded, or is of a newer schema, is an error there. The reader passes over what a newer version
-of the same schema added.
+An entry that cannot be decoded, or is of a newer schema, is an error there. The reader skips additions of a newer
+version of the same schema.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EventReader:
     """Events of one trace, in order, from the entries of its stream. Owns no task and no scope."""
 
     def __init__(self, trace_id: str, bus: Bus, since: str, *, saves: bool = True) -> None:
-        """`saves` is whether the caller looks at what events saved. Otherwise bulk beside Redis is not fetched."""
+        """`saves` is whether the caller reads the saves of events, so that the reader fetches those in bulk stores."""
         self.trace_id = trace_id
         self._bulk = bus.bulk
         self._saves = saves
@@ -67,10 +67,10 @@ class EventReader:
     async def next(self, fold: Fold | None = None) -> Event | None:
         """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.
 
-        A gap puts its state in place of what was folded.
+        A gap replaces the folded state by its own.
 
         Raises:
-            MalformedEvent: it cannot be read, or does not follow what was folded.
+            MalformedEvent: it cannot be read, or does not follow the folded events.
             ClientTooOld: it is of a newer schema than this client reads.
             EventsLost: events were removed, and there is no snapshot of the state after them.
             TraceForgotten: the trace was removed.
@@ -133,7 +133,7 @@ class EventReader:
         return event
 
     async def _fetch_bulk(self, event: Output | Shared) -> None:
-        """Fetch what an event saved, if that lies beside Redis. If it cannot be had, its saves raise `ValueMissing`."""
+        """Fetch an event's saves, if they are in a bulk store. On failure, reading them raises `ValueMissing`."""
         try:
             where = bulk_range(event.encoded_deltas)
         except msgspec.MsgspecError as error:
@@ -150,7 +150,7 @@ class EventReader:
             except BulkMissing as error:
                 event.lose_saves(ValueMissing.of_event(self.trace_id, event.id, str(error)))
             except BusUnavailable as error:
-                logger.log(backoff.level, "what trace %s saved waits for Redis: %s", self.trace_id, error)
+                logger.log(backoff.level, "the saves of trace %s wait for Redis: %s", self.trace_id, error)
                 await anyio.sleep(backoff.next())
                 continue
             return

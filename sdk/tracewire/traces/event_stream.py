@@ -30,8 +30,8 @@ class EventStream(Reader, Generic[E]):
     async def outputs(self) -> AsyncIterator[Output]:
         """The outputs alone, as they come. Each item is read once: this and iterating share the items.
 
-        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. What was trimmed
-        before it was read is left out.
+        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. Outputs that
+        were trimmed before the call read them are left out.
         """
         async for event in self:
             if isinstance(event, Output):

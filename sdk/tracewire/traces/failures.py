@@ -122,7 +122,8 @@ class InterventionError(TraceFailed):
 
     The error is an instance of the builtin exception class that the block's exception is of, too, so that `except
     ValueError` catches it where the block raised a `ValueError`. An exception of the user's own class counts as its
-    nearest builtin base. `StopIteration`, `StopAsyncIteration`, groups and what is no `Exception` are left out.
+    nearest builtin base. `StopIteration`, `StopAsyncIteration`, groups and classes other than `Exception`s are left
+    out.
 
     Attributes:
         filename, line, source: the user's line that raised, as its file had it when the block was submitted.

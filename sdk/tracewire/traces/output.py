@@ -79,7 +79,7 @@ class Saving(OutputBase, dict=True):
 
         Raises:
             MalformedEvent: the saves cannot be read.
-            ValueMissing: the saves lie beside Redis, and cannot be had.
+            ValueMissing: the saves are in a bulk store that cannot be read.
         """
         held: list[list[Delta]] | None = self.__dict__.get("_deltas")
         if held is None:
@@ -87,7 +87,7 @@ class Saving(OutputBase, dict=True):
         return held
 
     def lose_saves(self, error: ValueMissing) -> None:
-        """Have `deltas` and `delta` raise this error: what the event saved cannot be had."""
+        """Have `deltas` and `delta` raise this error: the event's saves are lost or out of reach."""
         self.__dict__["_missing"] = error
 
     def _decoded(self) -> list[list[Delta]]:
@@ -123,7 +123,7 @@ class Saving(OutputBase, dict=True):
 
         Raises:
             MalformedEvent: the saves cannot be read.
-            ValueMissing: the saves lie beside Redis, and cannot be had.
+            ValueMissing: the saves are in a bulk store that cannot be read.
         """
         return merged(self.deltas, self.__dict__.get("_names"))
 
@@ -144,7 +144,7 @@ def merged(steps: Iterable[list[Delta]], names: frozenset[str] | None = None) ->
 class Output(Saving, tag="o", dict=True):
     """The additions of one vLLM output to one choice: usually one token, its text, and new saves of the block.
 
-    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` is what was saved in the step that sampled it.
+    `token_ids[k]` has index `index + k` in its choice, and `deltas[k]` has the saves of the step that sampled it.
 
     Attributes:
         id: the event's id, `<attempt>-<seq>`. `subscribe(trace, since=output.id)` goes on after it.

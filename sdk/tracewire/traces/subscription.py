@@ -88,7 +88,7 @@ class Subscription(EventStream[Event]):
                 raise SaveMissing(self.trace_id, missing[0], _saved(final), "", True)
 
     async def result(self) -> Result:
-        """Wait for the trace's end; return what was generated and saved, compared with what the engine collected.
+        """Wait for the trace's end; return the output and the saves, compared with the engine's digests.
 
         With `names`, the result has these saves alone. The call reads the trace from its beginning, independently of an
         iteration over this subscription, and can be made at any time.
@@ -96,9 +96,9 @@ class Subscription(EventStream[Event]):
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
             TraceRejected: the trace never ran; `field` says why.
-            InterventionError: its block raised; `result` holds what there was until then.
+            InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         await self._find()
         fold = Fold(self._names, verifying=True)

@@ -278,16 +278,16 @@ class Trace(EventStream[Item]):
         return State(self.id, self._fold)
 
     async def result(self) -> Result:
-        """Read to the end; return what was generated and saved, compared with what the engine collected.
+        """Read to the end; return the output and the saves, compared with the engine's digests.
 
         It can be called at any time: alone, beside an iteration (which still gets every output) or after it, also by
         several tasks.
 
         Raises:
             TraceRejected: the trace never ran; `field` says why.
-            InterventionError: its block raised; `result` holds what there was until then.
+            InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         await self._read_to_end()
         ending = self._ending()

@@ -192,7 +192,7 @@ class Tracer(Trace):
     async def start(self) -> None:
         """Wait until the submission that leaving the `with` has queued is durable. After a refusal, submit again.
 
-        Raises what `Trace.start` does.
+        Raises the errors of `Trace.start`.
         """
         if self._queued is not None and self._queued.take_error() is not None:
             await super().start()
@@ -262,7 +262,7 @@ class Tracer(Trace):
 
         Raises:
             NotEnded: the end was not read.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         if not self._fold.finished:
             raise NotEnded(

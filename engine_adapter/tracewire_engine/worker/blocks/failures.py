@@ -1,4 +1,4 @@
-"""Turns exceptions of blocks into failures that name the user's own line, and frees what their tracebacks hold.
+"""Turns exceptions of blocks into failures that name the user's own line, and frees the objects in their tracebacks.
 
 A block can define exception classes whose attributes and methods lie. So this module reads an exception's `__dict__`,
 `__traceback__`, `__cause__` and `__context__` by the descriptors of the builtin classes.

@@ -214,8 +214,8 @@ class BlockMediator(Mediator):
         return super().handle(provider, value)
 
     def wanted(self, location: str) -> int:
-        # nnsight calls this for every location that the block asks for, in the block's own greenlet, so what is raised
-        # here is raised at the block's line. Without these checks the block would wait for ever.
+        # nnsight calls this for every location that the block asks for, in the block's own greenlet, so an error here
+        # is raised at the block's line. Without these checks the block would wait for ever.
         refuse_encoders(self.interleaver.encoders, location)
         taps = self.interleaver.taps
         if taps and location not in taps and location.rpartition(".")[2] in ("input", "output", "skip"):
@@ -289,7 +289,7 @@ class BlockMediator(Mediator):
         Args:
             tokens: the invalid numbers that the block left there.
             size: of the model's vocabulary.
-            where: what `asked_samples` was when the block asked for the samples.
+            where: the value of `asked_samples` when the block asked for the samples.
         """
         error = NotInVocabulary(
             f"model.samples takes token ids of this model, 0 to {size - 1}; the block left {tokens[0]} there"

@@ -94,7 +94,7 @@ class Residual:
 
     `output` reads it, shape `[tokens, hidden_size]`: all prompt tokens in the first step, then one token a step. The
     tensor is a copy and safe to keep. Assigning to `output` replaces the stream for the rest of the forward pass; the
-    replacement must have the same shape. Changing in place what was read (`output[-1] += v`) replaces the stream too,
+    replacement must have the same shape. Changing a reading in place (`output[-1] += v`) replaces the stream too,
     until the block reads something elsewhere in the model.
     """
 

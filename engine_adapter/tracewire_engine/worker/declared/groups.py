@@ -198,11 +198,11 @@ Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
 
 
 class Arrangement:
-    """Where each row of what was read lies in the one buffer that leaves the device.
+    """The place of each row of the reads in the one buffer that leaves the device.
 
     Collectors that read one row of each of the same requests form a block, in which each request has a row. A request's
-    row holds what all of these collectors read of it, so it is one piece of the buffer, however many locations there
-    are. Collectors that read several rows of a request follow one after the other.
+    row holds its reads by all of these collectors, so it is one piece of the buffer, however many locations there are.
+    Collectors that read several rows of a request follow one after the other.
     """
 
     def __init__(self, results: Results) -> None:
@@ -308,7 +308,7 @@ class EditGroup(Group):
         location.edited()
 
     def _delta(self, location: LocationValues) -> torch.Tensor:
-        """Return what is added to the rows: float32 `[rows, hidden]`, or `[hidden]` for all of them."""
+        """Return the addend of the rows: float32 `[rows, hidden]`, or `[hidden]` for all of them."""
         one, matrix = self.one, self.matrix
         if isinstance(one, Steer):
             if location.width != self.addend.shape[-1]:

@@ -240,7 +240,7 @@ class Pipeline:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def send_step(self, share: Callable[[str], StageState], read: list[Any], failures: dict[str, Failure]) -> None:
-        """Send the other stages what this one served in its part of the step. Does not wait for them.
+        """Send the other stages the values that this one served in its part of the step. Does not wait for them.
 
         Args:
             share: returns the state of a request on this stage.
