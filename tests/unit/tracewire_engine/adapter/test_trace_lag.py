@@ -163,7 +163,7 @@ async def test_a_thinned_trace_leaves_reads_out_and_says_so(client: Client, embe
     outputs = [event for event in events if isinstance(event, Output)]
     assert [len(step) for output in outputs for step in output.deltas] == [1, 0, 0, 1, 1]
     assert len(result.saves["hs"]) == len(result.saves["norm"]) == 3
-    assert result.warnings == ["the engine left out what interventions read in 2 steps: Redis was late"]
+    assert result.warnings == ["the engine left out the reads of interventions in 2 steps: Redis was late"]
     assert outputs[-1].stop_reason == "StopWhen(norm)"
 
 
