@@ -272,9 +272,8 @@ class Client:
             shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
             token_strings: whether the engine sends a string with each token id.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
-                `"hold"`: it makes no tokens for the trace until Redis has taken most of the waiting events. `"thin"`:
-                it leaves out reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk
-                store (`--bulk`).
+                `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
+                reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:
