@@ -28,7 +28,7 @@ from anyio.abc import SocketStream, TaskGroup
 from tracewire_bus.bulk.remote import serve_bulk
 from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, read_range
 from tracewire_bus.bulk.stores import StorePlace
-from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.bus import Bus, BusError, BusUnavailable
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest, encode_bulk_range
@@ -190,7 +190,7 @@ class BulkWriter:
     async def run(self) -> None:
         """Serve consumers, and remove what Redis has dropped. Never ends by itself."""
         async with anyio.create_task_group() as group:
-            backoff = Backoff()
+            backoff, refusals = Backoff(), Backoff()
             while True:
                 try:
                     if self._settings.listen and not self._place[0]:
@@ -202,8 +202,11 @@ class BulkWriter:
                 try:
                     await self._register()
                     await self._remove_dropped()
-                except BusError as error:
+                except BusUnavailable as error:
                     logger.debug("the bulk stores wait for Redis: %s", error)
+                except BusError as error:
+                    logger.log(refusals.level, "consumers do not find the bulk stores: %s", error)
+                    refusals.next()
                 await anyio.sleep(LOOK_S)
 
     async def _register(self) -> None:

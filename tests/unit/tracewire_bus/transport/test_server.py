@@ -19,6 +19,7 @@ from tests.support.redis.certificates import Certificates, behind_tls, named_by_
 from tests.support.redis.servers import BINARIES, Cluster, running_servers
 from tests.support.redis.transports import end_to_end
 from tracewire import ConnectError
+from tracewire_bus.bulk.stores import StorePlace
 from tracewire_bus.bus import Bus, BusError, NotAllowed
 from tracewire_bus.transport import server
 from tracewire_bus.transport.server import Server, discard
@@ -151,6 +152,13 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             array = np.arange(300_000, dtype=np.float32)
             ref = await controller.blobs.store("large", array)
             assert np.array_equal(await consumer.blobs.load("large", ref), array)
+            place = StorePlace("/dev/shm/x")
+            await engine.bulk.stores.register("s", place)
+            assert await consumer.bulk.stores.find("s") == await controller.bulk.stores.find("s") == place
+            with pytest.raises(NotAllowed):
+                await consumer.bulk.stores.unregister("s")
+            assert await engine.records.existing(["one", "large"]) == set()
+            await engine.bulk.stores.unregister("s")
             await controller.submit(of("one"))
             async with consumer.watch("start") as watch:
                 assert (await anext(watch)).type == "queued"
