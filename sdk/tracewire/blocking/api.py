@@ -131,8 +131,8 @@ class Trace(Bridge[AsyncTrace]):
     def outputs(self) -> Iterator[Output]:
         """The outputs alone, as they come. Each item is read once: this and iterating share the items.
 
-        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. What was trimmed
-        before it was read is left out.
+        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. Outputs that
+        were trimmed before the call read them are left out.
         """
         return self._portal.iterate(self._async.outputs)
 
@@ -217,16 +217,16 @@ class Trace(Bridge[AsyncTrace]):
         return self._portal.run(self._async.state)
 
     def result(self) -> Result:
-        """Read to the end; return what was generated and saved, compared with what the engine collected.
+        """Read to the end; return the output and the saves, compared with the engine's digests.
 
         It can be called at any time: alone, beside an iteration (which still gets every output) or after it, also by
         several threads.
 
         Raises:
             TraceRejected: the trace never ran; `field` says why.
-            InterventionError: its block raised; `result` holds what there was until then.
+            InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         return self._portal.call(self._async.result)
 
@@ -260,7 +260,7 @@ class Tracer(InlineTracer, Trace):
 
         Raises:
             NotEnded: the end was not read.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         found: dict[str, Any] = self._async.saves
         return found
@@ -306,8 +306,8 @@ class Subscription(Bridge[AsyncSubscription]):
     def outputs(self) -> Iterator[Output]:
         """The outputs alone, as they come. Each item is read once: this and iterating share the items.
 
-        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. What was trimmed
-        before it was read is left out.
+        A trace that runs again after its engine was lost puts its outputs out again, from index 0 on. Outputs that
+        were trimmed before the call read them are left out.
         """
         return self._portal.iterate(self._async.outputs)
 
@@ -346,7 +346,7 @@ class Subscription(Bridge[AsyncSubscription]):
         self._portal.call(self._async.check)
 
     def result(self) -> Result:
-        """Wait for the trace's end; return what was generated and saved, compared with what the engine collected.
+        """Wait for the trace's end; return the output and the saves, compared with the engine's digests.
 
         With `names`, the result has these saves alone. The call reads the trace from its beginning, independently of an
         iteration over this subscription, and can be made at any time.
@@ -354,9 +354,9 @@ class Subscription(Bridge[AsyncSubscription]):
         Raises:
             UnknownTrace: no such trace was submitted, or it has expired.
             TraceRejected: the trace never ran; `field` says why.
-            InterventionError: its block raised; `result` holds what there was until then.
+            InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
-            StateMismatch: what arrived is not what the engine collected.
+            StateMismatch: the saves differ from those that the engine collected.
         """
         return self._portal.call(self._async.result)
 
@@ -855,8 +855,8 @@ class Client(BlockingClient):
             shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
             token_strings: whether the engine sends a string with each token id.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
-                `"hold"`: it makes no tokens for the trace until Redis has taken most of what waits. `"thin"`: it leaves
-                out reads of declared interventions in some steps. `"spill"`: it puts saves beside Redis (`--bulk`).
+                `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
+                reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:

@@ -36,7 +36,7 @@ async def saves_of(tracer) -> dict:
 
 @idiom
 async def _own_network(model):
-    """a network of one's own, such as an SAE"""
+    """a network of your own, such as an SAE"""
     sae = Sae(model.info.hidden_size, 16)
     with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
         stream = tracewire.save(model.residual(2).output.float())
@@ -269,7 +269,7 @@ async def _saved_dtype(model):
 
 @idiom
 async def _own_module(model):
-    """a module of one's own, used by its name"""
+    """a module of your own, used by its name"""
     with model.trace(PROMPT, max_tokens=1, **GREEDY) as tracer:
         norm = tracewire.save(habits.norm_of(torch.ones(4), scale=2.0))
     assert (await saves_of(tracer))["norm"] == 4.0
