@@ -96,6 +96,14 @@ class DeadLetters:
         found = await self._connections.command("XRANGE", self._keys.dead(), start, "+", "COUNT", count, unbatched=True)
         return [_dead_letter(*one) for one in found]
 
+    async def count(self) -> int:
+        """The number of dead letters.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        return int(await self._connections.command("XLEN", self._keys.dead()))
+
     async def find(self, id_: str) -> DeadLetter | None:
         """The dead letter of this id; None if there is none.
 

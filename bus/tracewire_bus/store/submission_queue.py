@@ -31,6 +31,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from tracewire_bus.transport.guard import GREATEST, integer
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
@@ -109,6 +111,11 @@ def claim_command(
         *(client, max(-_MAX_PRIORITY, min(priority, _MAX_PRIORITY)), lease, taken.tries, taken.lost, taken.why),
         *(REMEMBER_S, taken.fields.get(b"d", b"")),
     )
+
+
+#: How many digits stand before the trace in the member of a client's set, and what an entry is packed as.
+_NUMBER_DIGITS: Final = 16
+_entry_decoder = msgspec.msgpack.Decoder(list[Any])
 
 
 class Queue:
@@ -398,6 +405,25 @@ class Queue:
         found = await self._connections.command("HGET", key, "waiting")
         return self._connections.guard.read(integer, found or 0, -GREATEST, key=key, entry="waiting") or 0
 
+    async def oldest_s(self, model: str) -> float:
+        """For how many seconds the longest-waiting of the clients' next entries has waited; 0 if no entry waits.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        entries, own = self._keys.queue(model, "entries"), self._keys.queue(model, "client:").encode()
+        clients = await self._connections.command("ZRANGE", self._keys.queue(model, "turns"), 0, -1)
+        first = (
+            await self._connections.commands(*(("ZRANGE", own + client, 0, 0) for client in clients)) if clients else []
+        )
+        traces = [members[0][_NUMBER_DIGITS:] for members in first if members]
+        if not traces:
+            return 0.0
+        found, (seconds, micros) = await self._connections.commands(("HMGET", entries, *traces), ("TIME",))
+        now = int(seconds) + int(micros) / 1e6
+        queued = (self._connections.guard.read(_queued_at, entry, key=entries) for entry in found if entry is not None)
+        return max((now - at for at in queued if at is not None), default=0.0)
+
     async def clients(self, model: str) -> dict[str, int]:
         """The number of waiting entries of each client, in the order of the clients' turns.
 
@@ -408,6 +434,11 @@ class Queue:
         own = self._keys.queue(model, "client:").encode()
         counts = await self._connections.commands(*(("ZCARD", own + client) for client in clients)) if clients else []
         return {to_text(client): count for client, count in zip(clients, counts, strict=True) if count}
+
+
+def _queued_at(entry: bytes) -> float:
+    """When an entry was queued, in seconds since the epoch, of its packed form (`lua/shared/queue.lua`)."""
+    return integer(_entry_decoder.decode(entry)[1]) / 1e6
 
 
 def _holder(lease: str) -> bytes:

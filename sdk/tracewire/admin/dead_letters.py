@@ -154,6 +154,15 @@ class DeadLetters:
                 return
             after, most = found[-1].id, most if most is None else most - len(page)
 
+    async def count(self) -> int:
+        """The number of dead letters, of all models.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        with bus_errors():
+            return await self._session.open_bus().dead_letters.count()
+
     async def get(self, id_: str, /) -> DeadLetter:
         """The dead letter of this id.
 

@@ -55,5 +55,16 @@ class Models:
         with bus_errors():
             return await self._session.open_bus().queue.waiting(check_text("name", name))
 
+    async def oldest(self, name: str) -> float:
+        """For how many seconds the longest-waiting of the clients' next submissions for a model has waited.
+
+        0 if no submission waits.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        with bus_errors():
+            return await self._session.open_bus().queue.oldest_s(check_text("name", name))
+
     def __repr__(self) -> str:
         return "<Models>"

@@ -658,6 +658,16 @@ class Models(Bridge[AsyncModels]):
         """
         return self._portal.call(partial(self._async.waiting, name))
 
+    def oldest(self, name: str) -> float:
+        """For how many seconds the longest-waiting of the clients' next submissions for a model has waited.
+
+        0 if no submission waits.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.oldest, name))
+
 
 class Traces(Bridge[AsyncTraces]):
     """The traces that were submitted of late, running and ended. Available as `Client.traces`."""
@@ -718,6 +728,14 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
             self, self._portal.run(partial(self._async.list, model=model, after=after, limit=limit))
         )
         return made
+
+    def count(self) -> int:
+        """The number of dead letters, of all models.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(self._async.count)
 
     def get(self, id_: str, /) -> DeadLetter:
         """The dead letter of this id.

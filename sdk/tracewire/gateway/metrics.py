@@ -66,6 +66,25 @@ class Metrics:
             ("model",),
             registry=registry,
         )
+        self.restarts = Counter(
+            "tracewire_gateway_restarts_total",
+            "Further attempts of traces under /v1, whose engines were lost.",
+            ("model",),
+            registry=registry,
+        )
+        self.lags = Counter(
+            "tracewire_gateway_lags_total",
+            "Times that an engine slowed a trace under /v1 while Redis was late, by what the engine did.",
+            ("model", "action"),
+            registry=registry,
+        )
+        self.steer_seconds = Histogram(
+            "tracewire_gateway_steer_seconds",
+            "Seconds from a change of a trace under /v1, by this gateway, to the event with its first token.",
+            ("model",),
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
         self.steers = Counter(
             "tracewire_gateway_steers_total", "Changes of live parameters, by outcome.", ("outcome",), registry=registry
         )
@@ -80,6 +99,13 @@ class Metrics:
         self.waiting = Gauge(
             "tracewire_queue_waiting", "Submissions that wait for a model.", ("model",), registry=registry
         )
+        self.oldest = Gauge(
+            "tracewire_queue_oldest_seconds",
+            "Seconds that the longest-waiting of the clients' next submissions has waited.",
+            ("model",),
+            registry=registry,
+        )
+        self.dead_letters = Gauge("tracewire_dead_letters", "Dead letters on the bus.", registry=registry)
 
     async def read_bus(self, client: Client) -> None:
         """Set the metrics of the bus: its engines and queues.
@@ -89,7 +115,9 @@ class Metrics:
         """
         engines = await client.engines.list()
         waiting = {model: await client.models.waiting(model) for model in {engine.model for engine in engines}}
-        for gauge in (self.engines, self.engine_running, self.engine_capacity, self.waiting):
+        oldest = {model: await client.models.oldest(model) for model in waiting}
+        self.dead_letters.set(await client.dead_letters.count())
+        for gauge in (self.engines, self.engine_running, self.engine_capacity, self.waiting, self.oldest):
             # An engine that has left is no longer told of.
             gauge.clear()
         for engine in engines:
@@ -98,6 +126,7 @@ class Metrics:
             self.engine_capacity.labels(engine.model, engine.name).set(engine.capacity)
         for model, count in waiting.items():
             self.waiting.labels(model).set(count)
+            self.oldest.labels(model).set(oldest[model])
 
     def text(self) -> bytes:
         """The metrics in Prometheus's text form."""

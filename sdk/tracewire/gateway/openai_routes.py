@@ -154,7 +154,12 @@ class Completion:
             raise self.problem(error) from error
         add_log_fields(trace_id=trace.id)
         # Only now, since a metric of a model that nobody serves would never go away.
-        self.measured = Measured(self.gateway.metrics, self.gateway.limits, self.caller, trace.model, self._begun)
+        shared = self.gateway
+        self.measured = Measured(
+            *(shared.metrics, shared.limits, self.caller, trace.model, self._begun),
+            trace_id=trace.id,
+            steers=shared.steer_times,
+        )
         if self.body.stream:
             return self.stream(trace)
         try:

@@ -7,6 +7,7 @@ The gateway sends each event as one JSON text. A client sends `{"do": "steer", "
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Annotated, Any
 
 import anyio
@@ -165,7 +166,10 @@ class _Conversation:
             match order.do:
                 case "steer":
                     values = values_of(order.values, "live", arrays=True)
-                    return {"version": await client.steer(trace_id, values, if_version=order.if_version, by=by)}
+                    begun = monotonic()
+                    version = await client.steer(trace_id, values, if_version=order.if_version, by=by)
+                    self._gateway.steer_times.begin(trace_id, version, begun)
+                    return {"version": version}
                 case "pause":
                     return {"paused": await client.pause(trace_id, by=by)}
                 case "resume":

@@ -14,6 +14,7 @@ from tracewire import Client, UnknownModel, UnknownTrace
 
 from .keys import EVERYBODY, Caller, Keys, Right
 from .limits import Limits
+from .measured import SteerTimes
 from .metrics import Metrics
 from .problems import RETRY_AFTER_S, Problem
 from .settings import Settings
@@ -39,6 +40,7 @@ class Gateway:
         self.streams = Streams(keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
         self.sockets: set[anyio.CancelScope] = set()
         self.metrics = Metrics()
+        self.steer_times = SteerTimes()
         self.closing = False
         self.running = 0
         self._idle = anyio.Event()

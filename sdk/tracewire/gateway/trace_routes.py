@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator
+from time import monotonic
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -362,7 +363,7 @@ async def steer(
 ) -> Response:
     """Change live parameters, all of them at once. `If-Match`, or `if_version`, makes it a compare-and-set."""
     gateway.check_visible(caller, trace_id)
-    wanted = version_of(if_match)
+    wanted, begun = version_of(if_match), monotonic()
     outcome = "refused"
     try:
         with gateway.patience():
@@ -373,6 +374,7 @@ async def steer(
                 by=author(caller, body.by),
             )
         outcome = "accepted"
+        gateway.steer_times.begin(trace_id, version, begun)
     except VersionConflict as error:
         problem = of_error(error)
         if wanted is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import ROOT
-from tests.support.bus_engine import engine_info, tiny
+from tests.support.bus_engine import Stage, engine_info, tiny
 from tests.support.gateways import Served
-from tracewire_bus.bus import Bus
+from tracewire_bus.bus import Bus, Taken
 
 Engine = Callable[..., Any]
 
@@ -74,7 +75,54 @@ async def test_submissions_that_wait_are_counted(bus: Bus, served: Served) -> No
     async with served.http() as http:
         for _ in range(3):
             await http.post("/traces", json={"model": "tiny", "prompt": "x"})
-    assert (await metrics(served))["tracewire_queue_waiting", ("tiny",)] == 3
+    found = await metrics(served)
+    assert found["tracewire_queue_waiting", ("tiny",)] == 3
+    first = found["tracewire_queue_oldest_seconds", ("tiny",)]
+    assert first > 0
+    assert (await metrics(served))["tracewire_queue_oldest_seconds", ("tiny",)] > first
+
+
+async def test_dead_letters_are_counted(bus: Bus, served: Served) -> None:
+    assert (await metrics(served))["tracewire_dead_letters", ()] == 0
+    for trace in ("one", "two"):
+        await bus.dead_letters.add("tiny", Taken(trace, {b"t": trace.encode()}, 0.0), "a reason")
+    assert (await metrics(served))["tracewire_dead_letters", ()] == 2
+
+
+async def test_a_change_is_timed_up_to_its_first_token(engine: Engine, served: Served) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one")
+        await stage.steered()
+        await stage.tell()
+        await stage.final()
+
+    async with engine(script), served.openai() as api, served.http() as http:
+        fields = {"tracewire": {"live": {"alpha": 0.0}, "trace_id": "t"}}
+        stream = await api.completions.create(model="tiny", prompt="x", stream=True, extra_body=fields)
+        chunks = stream.__aiter__()
+        await anext(chunks)
+        assert (await http.post("/traces/t/steer", json={"values": {"alpha": 1.0}})).status_code == 200
+        async for _ in chunks:
+            pass
+        found = await metrics(served)
+    assert found["tracewire_gateway_steer_seconds_count", ("tiny",)] == 1
+    assert found["tracewire_gateway_steers_total", ("accepted",)] == 1
+
+
+async def test_the_dashboard_asks_for_metrics_that_exist(served: Served) -> None:
+    board = json.loads((ROOT / "deploy" / "grafana" / "tracewire.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    kinds = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    exist = {metric.name + end for metric in served.gateway.metrics.registry.collect() for end in kinds[metric.type]}
+    named = {name for text in asked for name in re.findall(r"tracewire_\w+", text)}
+    assert named <= exist
+    # Each metric has its panel.
+    assert {name.removesuffix("_bucket") for name in named} == {
+        re.sub("_(bucket|sum|count)$", "", name) for name in exist
+    }
+    assert len({panel["title"] for panel in board["panels"]}) == len(board["panels"])
 
 
 async def test_the_document_of_the_api_has_all_routes(served: Served) -> None:
