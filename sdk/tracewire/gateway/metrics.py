@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tracewire import Client
+from tracewire import BusRefused, Client
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -116,7 +118,9 @@ class Metrics:
         engines = await client.engines.list()
         waiting = {model: await client.models.waiting(model) for model in {engine.model for engine in engines}}
         oldest = {model: await client.models.oldest(model) for model in waiting}
-        self.dead_letters.set(await client.dead_letters.count())
+        with suppress(BusRefused):
+            # Redis shows dead letters to operators only (deploy/redis/users.acl).
+            self.dead_letters.set(await client.dead_letters.count())
         for gauge in (self.engines, self.engine_running, self.engine_capacity, self.waiting, self.oldest):
             # An engine that has left is no longer told of.
             gauge.clear()

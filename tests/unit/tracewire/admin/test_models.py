@@ -40,4 +40,6 @@ async def test_submissions_that_wait_are_counted(client: Client, registered: str
     for _ in range(2):
         await client.trace("tiny", "x", detach=True).start()
     assert await client.models.waiting("tiny") == 2
+    assert 0 < await client.models.oldest("tiny") < await client.models.oldest("tiny")
     assert await client.models.waiting("other") == 0
+    assert await client.models.oldest("other") == 0
