@@ -7,6 +7,9 @@ Starts one engine after the other, with dummy weights, and prints one JSON objec
 - `taps`: a block that reads a layer, a `Probe` and a `Steer`, on an engine with CUDA graphs and one tap, and on an
   eager one. `read` and `probed` are how many steps were read on each, `block_apart` and `probe_apart` the greatest
   relative difference of what was read, `tokens` and `steered` whether both generated the same.
+- `whole`: all layers read and steered at once, on an engine with CUDA graphs and taps at all layers, and on an eager one.
+  `apart` is the greatest relative difference of what was read, `tokens` whether both generated the same, and `steps`
+  how many steps were served by kernels within whole graphs, with blocks beside them (`beside`) and without.
 - `infinite`, by attention backend: how many plain requests of 40 answer otherwise after traces with infinite
   activations, as it is (`zeroed`), and with the KV blocks that traces leave not zeroed (`left`), which says for which
   backends it matters. `repeats` is whether they answer the same at all.
@@ -22,6 +25,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -31,7 +35,7 @@ import numpy as np
 
 import tracewire
 from tests.support.engine_inside import engine_inside
-from tracewire import Probe, Steer
+from tracewire import LogitLens, Probe, Steer
 from tracewire_engine.launch.engine_builder import versions
 
 PROMPTS = [[7 * number + place for place in range(5 + number)] for number in range(1, 9)]
@@ -60,6 +64,13 @@ def leaves_blocks(model, tracer, live):
 
     KVBlocks.zero = lambda self, ids: None
     model.logits
+
+
+@tracewire.intervention
+def counts_steps(model, tracer, live):
+    """How many steps the kernels at the taps have served so far."""
+    model.logits
+    served = [model.interleaver.declared.buffers.served].save()
 
 
 async def together(client: Any, model: Any, prompts: list[Any], steps: int = STEPS, **what: Any) -> list[Any]:
@@ -117,6 +128,52 @@ async def tapped(options: Any) -> dict[str, Any]:
     return figures
 
 
+async def whole_on(options: Any, taps: list[str]) -> dict[str, Any]:
+    """What one engine reads and generates where all layers are read and steered."""
+    inside = engine_inside(model=options.model, check_collect=False, taps=taps, **engine_options(options))
+    async with inside as (_, url), tracewire.connect(url) as client:
+        model = await client.models.get("demo", timeout=60)
+        width = model.info.hidden_size
+        vector, direction = np.linspace(-1, 1, width, dtype=np.float32), np.ones(width, np.float32)
+        several = [Probe("before", "residual(*)"), Steer("residual(*)", vector, scale=0.02)]
+        behind = [Steer("residual(*)", vector, scale=0.02), Probe("after", "residual(*)", weight=direction)]
+        lens = [LogitLens("lens", "residual(*)", top_k=2)]
+
+        async def steps() -> int:
+            if not taps:
+                return 0
+            (found,) = await together(client, model, PROMPTS[:1], 1, block=counts_steps())
+            return int(found.saves["served"][0])
+
+        counted = [await steps()]
+        results = []
+        for interventions in (several, behind, lens):
+            results += await together(client, model, PROMPTS[:3], interventions=interventions)
+        counted.append(await steps())
+        async with anyio.create_task_group() as group:
+            # A block in each step: the graphs break, and everything is read all the same.
+            group.start_soon(partial(together, client, model, PROMPTS[3:6], block=reads(layer=options.layer)))
+            results += await together(client, model, PROMPTS[:3], interventions=several)
+        counted.append(await steps())
+    return {"results": results, "steps": counted}
+
+
+async def whole(options: Any) -> dict[str, Any]:
+    """Kernels within whole graphs beside an eager engine."""
+    graphs = await whole_on(options, ["model.layers.*.output"])
+    eager = await whole_on(options, [])
+    apart, same = 0.0, True
+    for ours, theirs in zip(graphs["results"], eager["results"], strict=True):
+        same = same and list(ours.token_ids) == list(theirs.token_ids)
+        for name in ours.saves.keys() & {"before", "after"}:
+            pairs = zip(ours.saves[name], theirs.saves[name], strict=True)
+            for one, other in pairs:
+                one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+                apart = max(apart, float(np.abs(one - other).max() / (np.abs(other).max() + 1e-9)))
+    alone, beside = np.diff(graphs["steps"]).tolist()
+    return {"apart": apart, "tokens": same, "steps": alone, "beside": beside}
+
+
 async def harmed(options: Any, backend: str) -> dict[str, Any]:
     """Whether plain requests are as before after infinite ones, with KV blocks zeroed, and without."""
     given = engine_options(options) | ({"attention_backend": backend} if backend != "default" else {})
@@ -154,6 +211,7 @@ async def run(options: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {"vllm": found.vllm, "torch": found.torch, "infinite": {}}
     if not options.eager:
         figures["taps"] = await tapped(options)
+        figures["whole"] = await whole(options)
     for backend in options.backend or ["default"]:
         try:
             figures["infinite"][backend] = await harmed(options, backend)
@@ -176,6 +234,8 @@ def main() -> int:
     print(json.dumps(figures, indent=1))
     taps = figures.get("taps")
     good = taps is None or (taps["read"] == taps["probed"] == [STEPS, STEPS] and taps["block_apart"] < 0.05)
+    kernels = figures.get("whole")
+    good = good and (kernels is None or (kernels["apart"] < 0.05 and kernels["steps"] >= 2 * STEPS))
     return 0 if good and not any(found.get("zeroed") for found in figures["infinite"].values()) else 1
 
 

@@ -202,7 +202,11 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
     request.seen = max(request.seen, end)
 
 
-def play(seed: int, declared: DeclaredRequests) -> None:
+def play(seed: int, declared: DeclaredRequests) -> int:
+    """Play random traffic, and compare what a plan reads and edits with `naive`.
+
+    With `declared.buffers`, the taps' kernels serve the steps that fit. Returns the number of these steps.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     feed, runs = ReadDecoder(), LiveRuns()
@@ -211,7 +215,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
     versions = count(1)
     live: dict[str, Request] = {}
     finished: list[Request] = []
-    built = 0
+    built = buffered = 0
     for step in range(40):
         if step < 25 and (not live or rng.random() < 0.25):
             request = Request(f"r{step}", rng)
@@ -248,9 +252,14 @@ def play(seed: int, declared: DeclaredRequests) -> None:
         for half in (half for pair in halves for half in pair):
             half.copy_(torch.randn(total + 3, HIDDEN))
         streams = [(hidden + residual)[:total].clone() for hidden, residual in halves]
+        whole = declared.fits_buffers(serving=True)
+        buffered += whole and bool(declared.hooks)
         for layer, pair in enumerate(halves):
             stage = declared.hooks.get(f"layer.{layer}.output")
-            if stage is not None:
+            if whole:
+                assert declared.buffers is not None
+                declared.buffers.launch(f"layer.{layer}.output", pair)
+            elif stage is not None:
                 stage.replay(pair)
         collected = declared.collect(lambda values: values @ HEAD.T)
         start = 0
@@ -282,6 +291,7 @@ def play(seed: int, declared: DeclaredRequests) -> None:
     for request in finished:
         assert not request.declared or not any(d.failure for d in declared.live.values())
         compare(request)
+    return buffered
 
 
 def compare(request: Request) -> None:

@@ -50,6 +50,7 @@ from tracewire_engine.worker.blocks.mediator import SAMPLES, BlockMediator
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.declared.tap_buffers import made_buffers
 from tracewire_engine.worker.parallel.merged_columns import ColumnFragments
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, stage_state
@@ -105,9 +106,6 @@ class TracewireRunner(NNsightGPUModelRunner):
         module, model = self.get_model(), self.nnsight_model
         model.__class__ = TracedModel
         interleaver = model.interleaver
-        if interleaver.taps:
-            vllm_runner: Any = self
-            vllm_runner.model = breakable_throughout(vllm_runner.model, self.vllm_config)
         layer_count = getattr(self.model_config.hf_text_config, "num_hidden_layers", 0)
         model.__dict__["_tracewire_layers"] = layers = find_layers(module.named_modules(), layer_count)
         decoder: Any = module.get_submodule(layers) if layers else ()
@@ -117,6 +115,12 @@ class TracewireRunner(NNsightGPUModelRunner):
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments
+        if interleaver.taps:
+            vllm_runner: Any = self
+            vllm_runner.model = breakable_throughout(vllm_runner.model, self.vllm_config, interleaver)
+            self.tracewire_declared.buffers = made_buffers(
+                interleaver.taps, self.vllm_config, self.device, sums=sums, sharded=interleaver.is_sharded
+            )
         if pipeline is not None:
             topology = interleaver.topology = pipeline.topology
             interleaver.elsewhere = topology.elsewhere

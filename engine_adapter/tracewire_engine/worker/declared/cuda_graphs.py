@@ -7,31 +7,90 @@ capture puts each tap between two segments of the graph. Versions of vLLM differ
 - From 0.30 on, that wrapper captures graphs of the mode PIECEWISE only. A second wrapper around it captures FULL
   graphs, which compute the requests that generate. Those graphs are plain, so they have no place for taps.
 
-From 0.30 on, the worker therefore replaces the outer wrapper by a breakable one. With any version, it looks for
-graphs without a tap before the engine serves: such a graph would answer requests without interventions and without an
-error.
+With any version, the worker replaces the wrapper of FULL graphs by one that captures two graphs of each batch size. One
+breaks at the taps. The other is whole, and kernels serve its taps (`tap_buffers.py`). Each step replays the one that
+its interventions fit. The worker looks for graphs without a tap before the engine serves: such a graph would answer
+requests without interventions and without an error.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
 
-__all__ = ["breakable_throughout", "current_capture", "without_taps"]
+__all__ = ["TapServing", "breakable_throughout", "current_capture", "without_taps"]
 
 #: The attribute that marks a capture with a tap.
 _MARK = "tracewire_tapped"
 
 
-def breakable_throughout(model: Any, vllm_config: Any) -> Any:
-    """vLLM's wrapped model, with the wrapper of FULL graphs replaced by one whose graphs have room for taps."""
+class TapServing(Protocol):
+    """What decides between the two graphs: the interleaver."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels can serve the taps of whole graphs on this engine."""
+        ...
+
+    def whole_graph(self) -> AbstractContextManager[None]:
+        """Have the graphs that are captured meanwhile serve the taps by kernels."""
+        ...
+
+    def fits_whole_graph(self) -> bool:
+        """Whether the step under way can run as a whole graph."""
+        ...
+
+
+@cache
+def _two_graphs() -> Callable[..., Any]:
+    """The class of the wrapper that captures two graphs of each batch size."""
+    from vllm import forward_context
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+    from vllm.config import CUDAGraphMode
+
+    class TwoGraphs(BreakableCUDAGraphWrapper):
+        """vLLM's wrapper, whose FULL graphs break at the taps; and beside it `whole`, whose graphs do not."""
+
+        def __init__(self, runnable: Any, vllm_config: Any, serving: TapServing, **mode: Any) -> None:
+            super().__init__(runnable, vllm_config, **mode)
+            self._serving = serving
+            self.whole = BreakableCUDAGraphWrapper(runnable, vllm_config, **mode)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not forward_context.is_forward_context_available() or not self._serving.has_kernels:
+                return super().__call__(*args, **kwargs)
+            context = forward_context.get_forward_context()
+            if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+                return super().__call__(*args, **kwargs)
+            if context.batch_descriptor not in self.whole.entries:
+                output = super().__call__(*args, **kwargs)
+                with self._serving.whole_graph():
+                    self.whole(*args, **kwargs)
+                return output
+            if self._serving.fits_whole_graph():
+                return self.whole(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+    return TwoGraphs
+
+
+def breakable_throughout(model: Any, vllm_config: Any, serving: TapServing) -> Any:
+    """vLLM's wrapped model, with the wrapper of FULL graphs replaced by one whose graphs have taps."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
 
-    if not isinstance(model, CUDAGraphWrapper) or model.runtime_mode != CUDAGraphMode.FULL:
-        return model
-    CUDAGraphWrapper._all_instances.discard(model)
-    return BreakableCUDAGraphWrapper(model.runnable, vllm_config, runtime_mode=CUDAGraphMode.FULL)
+    if isinstance(model, CUDAGraphWrapper):
+        if model.runtime_mode != CUDAGraphMode.FULL:
+            return model
+        CUDAGraphWrapper._all_instances.discard(model)
+        return _two_graphs()(model.runnable, vllm_config, serving, runtime_mode=CUDAGraphMode.FULL)
+    if isinstance(model, BreakableCUDAGraphWrapper) and getattr(model, "runtime_mode", None) is None:
+        BreakableCUDAGraphWrapper._all_instances.discard(model)
+        return _two_graphs()(model.runnable, vllm_config, serving)
+    return model
 
 
 def current_capture() -> Any:
@@ -49,6 +108,8 @@ def without_taps(model: Any) -> list[str]:
     found: list[str] = []
     while model is not None:
         wrapper = vars(model)
+        if "whole" in wrapper:
+            found += without_taps(wrapper["whole"])
         for batch, entry in wrapper.get("entries", {}).items():
             if entry.capture is not None and not hasattr(entry.capture, _MARK):
                 found.append(f"{type(model).__name__}: {batch}")

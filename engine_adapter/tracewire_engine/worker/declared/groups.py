@@ -38,6 +38,7 @@ class Rows:
         self.index: torch.Tensor | None = None
         self.total = total
         rows = [row for start, count in spans for row in range(start, start + count)]
+        self.numbers = np.array(rows, np.int64)
         if rows != list(range(total)):
             self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
 
@@ -347,7 +348,8 @@ def tensors_of(value: Any, side: str) -> list[torch.Tensor]:
 class LocationValues:
     """One location's values while its groups run: a module's first tensor, and the other half of a residual stream."""
 
-    def __init__(self, value: Any, side: str, total: int, sums: bool = True) -> None:
+    def __init__(self, value: Any, side: str, total: int, sums: bool = True, *, lasting: bool = False) -> None:
+        self._lasting = lasting
         found = tensors_of(value, side)
         if not found:
             raise ValueError("there is no tensor to read at this location")
@@ -378,8 +380,10 @@ class LocationValues:
         return found
 
     def aliases(self, values: torch.Tensor) -> bool:
-        """Whether a result lies in the model's own memory."""
-        return bool(values.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr())
+        """Whether a result lies in memory that is written before the step's reads leave the device."""
+        return not self._lasting and bool(
+            values.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr()
+        )
 
     def edited(self) -> None:
         """Drop the cached reads: the values have changed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
+    #: Whether the CUDA graph under capture is whole: kernels at the taps serve it, and it does not break there.
+    whole = False
     #: Under pipeline parallelism: which stage holds which module, and the locations that another stage serves
     #: although the forward pass reaches them on this stage.
     topology: Topology | None = None
@@ -88,10 +91,30 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
-        if provider in self.taps:
-            current_capture()
+        if provider in self.taps and current_capture() is not None and self.whole:
+            assert self.declared.buffers is not None
+            self.declared.buffers.launch(provider, value)
+            return value
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels can serve the taps of whole graphs on this engine."""
+        return self.declared.buffers is not None
+
+    @contextmanager
+    def whole_graph(self) -> Iterator[None]:
+        """Have the graphs that are captured meanwhile serve the taps by kernels."""
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
+
+    def fits_whole_graph(self) -> bool:
+        """Whether the step under way can run as a whole graph. If so, the kernels at the taps are set up for it."""
+        return not self.busy and not self.skipped and self.declared.fits_buffers(serving=self.interleaving)
 
     def replay(self, location: str, live: Any) -> None:
         # In most steps no block waits at a tap, so nnsight's own replay is not needed.

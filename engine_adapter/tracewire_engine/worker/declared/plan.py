@@ -38,6 +38,7 @@ from .groups import (
 )
 from .ops import Declaration, DecodedCache, Op
 from .recorded_plans import KernelRecorder, RecordedKernels
+from .tap_buffers import StepTable, TapBuffers
 
 __all__ = ["DeclaredRequests", "LocationHook"]
 
@@ -110,12 +111,34 @@ class LocationHook:
                 self._owner.fail(group.members, error)
             self.groups = []
             return
-        for group in list(self.groups):
+        self._run(values, self.groups)
+
+    def read(self, rows: torch.Tensor, *, lasting: bool) -> None:
+        """Serve the reads alone, of the rows that a tap's kernel has copied. Raises nothing.
+
+        `lasting`: the rows stay as they are until the step's reads have left the device.
+        """
+        values = LocationValues(rows, "output", self._owner.total, lasting=lasting)
+        self._run(values, [group for group in self.groups if isinstance(group, ReadGroup)])
+
+    def _run(self, values: LocationValues, groups: list[Group]) -> None:
+        for group in list(groups):
             try:
                 group.run(values)
             except Exception as error:
                 self.groups.remove(group)
                 self._owner.fail(group.members, error)
+
+
+class _Join:
+    """How a plan's reads become one tensor, in steps that reach the locations in one way."""
+
+    def __init__(self) -> None:
+        #: Whether the plan has tried to record the joining.
+        self.tried = False
+        #: The reads joined into one tensor, which each launch writes anew; and the recorded kernels that join them.
+        self.flat: torch.Tensor | None = None
+        self.kernels: RecordedKernels | None = None
 
 
 class _Plan:
@@ -139,11 +162,14 @@ class _Plan:
         #: Whether its hooks can be recorded as CUDA graphs; how many recordings were launched in the step under way.
         self.recordable = True
         self.replayed = 0
-        #: Whether the plan has tried to record the joining of the reads too.
-        self.join_tried = False
-        #: The reads joined into one tensor, which each launch writes anew; and the recorded kernels that join them.
-        self.flat: torch.Tensor | None = None
-        self.join: RecordedKernels | None = None
+        #: What the taps' kernels do, if the plan fits; whether that was asked; whether they serve the step under way,
+        #: and its reads are still in the buffers.
+        self.table: StepTable | None = None
+        self.tabled = False
+        self.buffered = False
+        self.unread = False
+        #: By `buffered`.
+        self.joins = {False: _Join(), True: _Join()}
 
 
 class DeclaredRequests:
@@ -167,6 +193,8 @@ class DeclaredRequests:
         self.stale = False
         #: Under tensor parallelism, the other ranks.
         self.ranks: Ranks | None = None
+        #: On an engine whose CUDA graphs have taps.
+        self.buffers: TapBuffers | None = None
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Add the declared interventions of a new request, by the scheduler's name of the request."""
@@ -251,7 +279,40 @@ class DeclaredRequests:
             plan.computed = computed
             plan.steps += 1
             plan.replayed = 0
+            plan.buffered = plan.unread = False
         self.hooks = plan.hooks
+
+    def fits_buffers(self, *, serving: bool) -> bool:
+        """Whether the kernels at the taps can serve this step, without a call at any location.
+
+        If so, they are set up for it, and the forward pass must come by them next. `serving`: whether the step's
+        interventions are to be served at all.
+        """
+        buffers, plan = self.buffers, self.plan if serving and self.hooks else None
+        if buffers is None:
+            return False
+        if plan is None:
+            buffers.use(None)
+            return True
+        if not plan.tabled:
+            plan.tabled = True
+            plan.table = buffers.table({name: hook.groups for name, hook in plan.hooks.items()}, self.total)
+        if plan.table is None:
+            return False
+        buffers.use(plan.table)
+        buffers.served += 1
+        plan.buffered = plan.unread = True
+        for hook in plan.hooks.values():
+            hook.reached = True
+        return True
+
+    def _read_buffers(self, plan: _Plan) -> None:
+        """Take the step's reads from the buffers, unless that was done."""
+        if plan.unread and self.buffers is not None:
+            plan.unread = False
+            for location, hook in plan.hooks.items():
+                # Another stage may get a step's reads when the next step has begun.
+                hook.read(self.buffers.values(location), lasting=self.here is None)
 
     def _build(
         self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any], computed: list[int]
@@ -294,7 +355,8 @@ class DeclaredRequests:
             for place, (location, residual) in enumerate(sites):
                 if self.here is not None and not self.here(location):
                     # Reads of another stage are at another address in each step.
-                    plan.join_tried |= collector is not None
+                    for join in plan.joins.values():
+                        join.tried |= collector is not None
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
                 group: Group
@@ -323,6 +385,7 @@ class DeclaredRequests:
         """
         if self.plan is None:
             return []
+        self._read_buffers(self.plan)
         found = []
         for collector in self.plan.collectors:
             members = collector.described()
@@ -375,16 +438,19 @@ class DeclaredRequests:
         plan = self.plan
         if plan is None or not plan.reads:
             return None
-        replayed = plan.replayed == len(plan.hooks) and plan.layout is not None and not self.stale
-        if replayed and plan.flat is not None:
-            if plan.join is not None:
-                plan.join.replay()
-            for collector in plan.collectors:
-                collector.reset()
-            return None, self._batch(plan), plan.flat
-        if replayed and not plan.join_tried:
-            plan.join_tried = True
-            self._record_join(plan)
+        join = plan.joins[plan.buffered]
+        settled = plan.layout is not None and not self.stale
+        if settled and (plan.buffered or plan.replayed == len(plan.hooks)):
+            if join.flat is not None:
+                if join.kernels is not None:
+                    join.kernels.replay()
+                for collector in plan.collectors:
+                    collector.reset()
+                return None, self._batch(plan), join.flat
+            if not join.tried and (not plan.buffered or plan.steps >= RECORD_AFTER):
+                join.tried = True
+                self._record_join(plan, join)
+        self._read_buffers(plan)
         found: Results = []
         for collector in plan.collectors:
             results = None
@@ -410,7 +476,7 @@ class DeclaredRequests:
         assert plan.layout is not None
         return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
 
-    def _record_join(self, plan: _Plan) -> None:
+    def _record_join(self, plan: _Plan, join: _Join) -> None:
         """Record the joining of the reads, which are at the same addresses in every replayed step.
 
         The reads of a logit lens are not recorded: they run the model's head, whose kernels are vLLM's.
@@ -419,17 +485,21 @@ class DeclaredRequests:
             return
         only = plan.collectors[0] if len(plan.collectors) == 1 else None
         if only is not None and not only.pattern and only.found[0] is not None and only.found[0].is_contiguous():
-            plan.flat = raw(only.found[0])
+            join.flat = raw(only.found[0])
             return
         joined: list[torch.Tensor] = []
 
-        def join() -> None:
+        def launch() -> None:
+            self._read_buffers(plan)
             results = [(collector, collector.results(lambda _: None) or {}) for collector in plan.collectors]
             joined.append(Arrangement(results).join())
 
-        plan.join = self.recorder.record(join)
-        if plan.join is not None:
-            plan.flat = joined[0]
+        buffered = plan.unread
+        join.kernels = self.recorder.record(launch)
+        # The step under way still needs its reads: recording launches nothing.
+        plan.unread = buffered
+        if join.kernels is not None:
+            join.flat = joined[0]
 
     def _layout(self, plan: _Plan, arrangement: Arrangement) -> Layout:
         slots: dict[int, list[Slot]] = {id(declaration): [] for declaration, *_ in plan.declarations}

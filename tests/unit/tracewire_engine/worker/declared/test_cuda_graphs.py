@@ -13,6 +13,8 @@ import torch
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.declared.tap_buffers import TapBuffers
+from tracewire_engine.worker.declared.tap_rows import serve_rows
 
 TAP = "model.model.layers.2.output"
 
@@ -31,6 +33,7 @@ class Served:
     """A model that hands its tap's value to the interleaver, wrapped as vLLM wraps models from 0.30 on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm import forward_context
         from vllm.compilation import breakable_cudagraph, cuda_graph
         from vllm.config import CUDAGraphMode
 
@@ -40,16 +43,17 @@ class Served:
         for module in (breakable_cudagraph, cuda_graph):
             monkeypatch.setattr(module, "current_platform", platform)
             monkeypatch.setattr(module, "validate_cudagraph_capturing_enabled", lambda: None)
-            monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
-            monkeypatch.setattr(module, "get_forward_context", lambda: self.context)
             monkeypatch.setattr(module, "get_offloader", mock.Mock())
             monkeypatch.setattr(module, "capture_pool", lambda *_: nullcontext())
+        for module in (breakable_cudagraph, cuda_graph, forward_context):
+            monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
+            monkeypatch.setattr(module, "get_forward_context", lambda: self.context)
         monkeypatch.setattr(torch.cuda, "graph", mock.MagicMock())
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
         monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensors", lambda value: value)
         monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda value: value)
         self.config = mock.Mock()
-        interleaver = object.__new__(DeclaredInterleaver)
+        self.interleaver = interleaver = object.__new__(DeclaredInterleaver)
         DeclaredInterleaver.__init__(interleaver, taps=[TAP])
         declared = DeclaredRequests(torch.device("cpu"))
         DeclaredInterleaver.install(interleaver, declared, torch.nn.Module())
@@ -74,7 +78,7 @@ class Served:
 
 def test_requests_that_generate_come_by_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
-    served.model = breakable_throughout(served.model, served.config)
+    served.model = breakable_throughout(served.model, served.config, served.interleaver)
     for mode in (served.mode.FULL, served.mode.PIECEWISE):
         served.run(mode)
         # Entered while it was captured; then once in each replay.
@@ -90,3 +94,44 @@ def test_a_graph_without_a_tap_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert without_taps(served.model) == []
     served.run(served.mode.FULL)
     assert without_taps(served.model) == ["CUDAGraphWrapper: 4 requests"]
+
+
+def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    declared = served.interleaver.declared
+    declared.buffers = TapBuffers([TAP], 4, 8, torch.float32, torch.device("cpu"), serve_rows)
+    launched = mock.Mock(wraps=declared.buffers.launch)
+    monkeypatch.setattr(declared.buffers, "launch", launched)
+    served.model = breakable_throughout(served.model, served.config, served.interleaver)
+    served.run(served.mode.FULL)
+    assert without_taps(served.model) == []
+    # Captured with the kernel, and no break: one graph, and nothing behind it.
+    (whole,) = served.model.whole.entries.values()
+    assert (len(whole.capture.segments), launched.call_count) == (1, 1)
+    entered = len(served.replayed)
+    served.run(served.mode.FULL)
+    assert len(served.replayed) == entered
+    # A block waits, or the step's interventions do not fit: the graph breaks.
+    served.interleaver.busy = True
+    served.run(served.mode.FULL)
+    served.interleaver.busy = False
+    monkeypatch.setattr(declared, "fits_buffers", lambda *, serving: False)
+    served.run(served.mode.FULL)
+    assert len(served.replayed) == entered + 2
+    assert launched.call_count == 1
+
+
+def test_a_whole_graph_without_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    served.interleaver.declared.buffers = TapBuffers([TAP], 4, 8, torch.float32, torch.device("cpu"), serve_rows)
+    served.model = breakable_throughout(served.model, served.config, served.interleaver)
+    served.interleaver.taps = frozenset()
+    served.run(served.mode.FULL)
+    assert without_taps(served.model) == ["BreakableCUDAGraphWrapper: 4 requests", "TwoGraphs: 4 requests"]
+
+
+def test_without_the_kernel_there_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    served.model = breakable_throughout(served.model, served.config, served.interleaver)
+    served.run(served.mode.FULL)
+    assert served.model.whole.entries == {}

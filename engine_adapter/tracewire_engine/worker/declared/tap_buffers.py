@@ -1,0 +1,226 @@
+"""Serves declared interventions at the taps of a CUDA graph, without Python there.
+
+A graph that breaks at each tap costs the model's thread a launch and some Python for each tap in each step, also where
+no request of the step asks for anything. So the worker has a second graph of each batch size, which is whole. In it
+stands a kernel at each tap (`tap_kernel.py`). The kernel reads a table of the step: which rows are copied to a buffer,
+and which vectors are added to which rows. A step whose interventions fit into the table runs as one launch, whatever
+the number of layers, and the reads are taken from the buffer afterwards. The table is written when the plan changes.
+
+These fit: probes and logit lenses, and one `Steer` of a request at a location, whose reads there are all before it or
+all after it. Other steps replay the graph with breaks: those with blocks, with `Clamp` or `Ablate`, and with values of
+another shape than the residual stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tracewire_bus.wire.messages import Steer
+
+from .groups import EditGroup, Group, LocationValues, ReadGroup
+from .tap_rows import ADD, AFTER, READ, SUM
+
+__all__ = ["StepTable", "TapBuffers", "made_buffers"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+#: Most bytes of the vectors that a step adds.
+_POOL_BYTES: Final = 256 << 20
+#: Rows are a multiple of this, so that each tap's part of a table is aligned alike.
+_ALIGNMENT: Final = 16
+
+
+class StepTable:
+    """What the taps' kernels do with each row, in all steps of one plan.
+
+    Attributes:
+        numbers: int32 `[2, taps, rows]`: the flags of each row, and the place of its vector in the pool.
+        vectors: float32 `[hidden]` or `[n, hidden]` each, with its first place in the pool.
+    """
+
+    def __init__(self, taps: int, rows: int, width: int, places: int) -> None:
+        self.numbers = np.zeros((2, taps, rows), np.int32)
+        self.vectors: list[tuple[int, torch.Tensor]] = []
+        self._width = width
+        self._places = places
+        self._used = 0
+
+    def add(self, tap: int, group: Group) -> bool:
+        """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
+        rows = group.rows.numbers
+        flags = self.numbers[0, tap, rows]
+        if isinstance(group, ReadGroup):
+            added = self._read(flags, residual=group.residual)
+        elif isinstance(group, EditGroup):
+            added = self._edit(flags, group, self.numbers[1, tap])
+        else:
+            return False
+        if added is None:
+            return False
+        self.numbers[0, tap, rows] = added
+        return True
+
+    @staticmethod
+    def _read(flags: np.ndarray[Any, Any], *, residual: bool) -> np.ndarray[Any, Any] | None:
+        wanted = np.where(flags & ADD, flags | READ | AFTER, flags | READ) | (SUM if residual else 0)
+        # A row has one place in the buffer, so all its reads must be of the same value.
+        return None if bool(np.any((flags & READ != 0) & (flags != wanted))) else wanted
+
+    def _edit(
+        self, flags: np.ndarray[Any, Any], group: EditGroup, places: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any] | None:
+        if not isinstance(group.one, Steer) or group.matrix is None or np.any(flags & ADD):
+            return None
+        addend = group.addend
+        count = 1 if addend.dim() == 1 else len(addend)
+        if addend.shape[-1] != self._width or self._used + count > self._places:
+            return None
+        self.vectors.append((self._used, addend))
+        places[group.rows.numbers] = self._used if count == 1 else np.arange(self._used, self._used + count)
+        self._used += count
+        return flags | ADD
+
+
+class TapBuffers:
+    """The buffers of an engine's taps: for each a row for each token that a whole graph computes.
+
+    Args:
+        taps: the locations.
+        rows: the most tokens of a step that a whole graph computes.
+        width: features of the residual stream.
+        dtype: of the residual stream.
+        device: where the model runs.
+        serve: the kernel.
+        sums: whether the residual stream is the sum of a location's two tensors, if there are two.
+        sharded: whether each rank holds a part of the values at a location.
+    """
+
+    def __init__(
+        self,
+        taps: Iterable[str],
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        serve: Callable[..., None],
+        *,
+        sums: bool = True,
+        sharded: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._places = {tap: place for place, tap in enumerate(sorted(tap for tap in taps if not sharded(tap)))}
+        self._width, self._serve, self._sums = width, serve, sums
+        self._rows = -(-rows // _ALIGNMENT) * _ALIGNMENT
+        count = max(1, len(self._places))
+        self._buffer = torch.zeros(count, self._rows, width, dtype=dtype, device=device)
+        self._numbers = torch.zeros(2, count, self._rows, dtype=torch.int32, device=device)
+        vectors = max(1, min(count * self._rows, _POOL_BYTES // (4 * width)))
+        self._pool = torch.zeros(vectors, width, dtype=torch.float32, device=device)
+        #: The locations at which a whole graph has the kernel; and those at which one of the graphs lacks it.
+        self._locations: set[str] = set()
+        self._unserved: set[str] = set()
+        #: How many steps with interventions the kernels have served.
+        self.served = 0
+        #: The table on the device; `None` while no row has a flag.
+        self._current: StepTable | None = None
+
+    def warm_up(self) -> None:
+        """Compile the kernel, for values with one half and with two."""
+        rows = self._buffer[0, :_ALIGNMENT]
+        for residual in (None, torch.zeros_like(rows)):
+            self._serve(torch.zeros_like(rows), residual, rows, self._pool, *self._numbers[:, 0])
+
+    def launch(self, location: str, value: Any) -> None:
+        """Launch the kernel for a location's value, if the value has the shape and dtype of the residual stream.
+
+        While a graph is captured, this puts the kernel into the graph.
+        """
+        tap = self._places.get(location)
+        halves = self._halves(value, location.rpartition(".")[2])
+        if tap is None or halves is None:
+            self._unserved.add(location)
+            return
+        if halves[0].shape[0] > self._rows:
+            # Steps of so many tokens replay the graph with breaks.
+            return
+        self._locations.add(location)
+        self._serve(*halves, self._buffer[tap], self._pool, self._numbers[0, tap], self._numbers[1, tap])
+
+    def _halves(self, value: Any, side: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        try:
+            found = LocationValues(value, side, 0, self._sums)
+        except ValueError:
+            return None
+        return (found.hidden, found.residual) if all(map(self._fits, found.halves(residual=True))) else None
+
+    def _fits(self, half: torch.Tensor) -> bool:
+        """Whether the kernel can serve a tensor. It was compiled for contiguous ones, aligned to 16 bytes."""
+        alike = half.dim() == 2 and half.shape[1] == self._width and half.dtype == self._buffer.dtype
+        return bool(alike and half.is_contiguous() and half.data_ptr() % 16 == 0)
+
+    def table(self, groups: Mapping[str, Iterable[Group]], total: int) -> StepTable | None:
+        """The table of a step of `total` tokens with these groups by location; `None` if a group does not fit."""
+        if total > self._rows:
+            return None
+        table = StepTable(len(self._buffer), self._rows, self._width, len(self._pool))
+        for location, members in groups.items():
+            if location not in self._locations or location in self._unserved:
+                return None
+            if not all(table.add(self._places[location], group) for group in members):
+                return None
+        return table
+
+    def use(self, table: StepTable | None) -> None:
+        """Have the kernels do what a table says from now on; nothing if it is `None`."""
+        if table is self._current:
+            return
+        self._current = table
+        if table is None:
+            self._numbers.zero_()
+            return
+        numbers = torch.from_numpy(table.numbers)
+        if self._numbers.is_cuda:
+            numbers = numbers.pin_memory()
+        self._numbers.copy_(numbers, non_blocking=True)
+        for place, vectors in table.vectors:
+            count = 1 if vectors.dim() == 1 else len(vectors)
+            self._pool[place : place + count].copy_(vectors)
+
+    def values(self, location: str) -> torch.Tensor:
+        """The rows `[rows, hidden]` that the last step left at a location. Rows without reads are of earlier steps."""
+        return self._buffer[self._places[location]]
+
+
+def made_buffers(
+    taps: Iterable[str],
+    config: Any,
+    device: torch.device,
+    *,
+    sums: bool,
+    sharded: Callable[[str], bool],
+) -> TapBuffers | None:
+    """The buffers of a worker with vLLM's configuration; `None` where there are no CUDA graphs, or the kernel fails.
+
+    The kernel is compiled here, because nothing can be compiled while a graph is captured.
+    """
+    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    if device.type != "cuda" or not sizes:
+        return None
+    most = config.scheduler_config.max_num_seqs
+    rows = min((size for size in sizes if size >= most), default=max(sizes))
+    model = config.model_config
+    try:
+        from .tap_kernel import serve_rows
+
+        buffers = TapBuffers(
+            taps, rows, model.get_hidden_size(), model.dtype, device, serve_rows, sums=sums, sharded=sharded
+        )
+        buffers.warm_up()
+    except Exception:
+        logger.exception("the kernel for taps does not work here: every step stops at each tap")
+        return None
+    return buffers

@@ -1,0 +1,241 @@
+"""Kernels at the taps of whole CUDA graphs: what they serve, what they leave to graphs that break, and what is read."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.declared_plans import HEAD, HIDDEN, LAYERS, Graphs, play
+from tracewire_bus.domain.intervention_checks import normalize
+from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
+from tracewire_bus.wire.packing import pack
+from tracewire_engine.protocol.messages import Placed
+from tracewire_engine.worker.blocks.live_params import LiveRuns
+from tracewire_engine.worker.declared import plan as plan_module
+from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.declared.tap_buffers import TapBuffers, made_buffers
+from tracewire_engine.worker.declared.tap_rows import serve_rows
+
+TAPS = [f"layer.{layer}.output" for layer in range(LAYERS)]
+VECTOR = np.arange(HIDDEN, dtype=np.float32)
+CPU = torch.device("cpu")
+
+
+def buffers(rows: int = 64, taps: list[str] = TAPS, dtype: torch.dtype = torch.float32) -> TapBuffers:
+    """Buffers of an engine whose graphs have been captured."""
+    made = TapBuffers(taps, rows, HIDDEN, dtype, CPU, serve_rows)
+    for tap in taps:
+        made.launch(tap, (torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(4, HIDDEN, dtype=dtype)))
+    return made
+
+
+def declared_of(*lists: list[tuple[Any, list[int]]], residual: bool = True) -> DeclaredRequests:
+    """Requests that generate, each with these interventions at these layers; one step of them has begun."""
+    declared = DeclaredRequests(CPU)
+    states = {}
+    for number, intended in enumerate(lists):
+        placed = [
+            Placed(one, [(TAPS[layer], residual) for layer in at], len(at) > 1)
+            for one, (_, at) in zip(normalize([one for one, _ in intended]), intended, strict=True)
+        ]
+        run = LiveRuns().join("run", pack({}), f"r{number}", f"r{number}", 0)
+        name, encoded = f"r{number}", msgspec.msgpack.encode(placed)
+        declared.add(name, Declaration(name, 0, encoded, run, declared.decoded))
+        states[name] = SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=5)
+    declared.buffers = buffers()
+    declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
+    return declared
+
+
+def test_steps_by_kernels_give_what_a_loop_over_requests_gives() -> None:
+    served = 0
+    for seed in range(40):
+        declared = DeclaredRequests(CPU)
+        declared.buffers = buffers()
+        served += play(seed, declared)
+    assert served > 40
+
+
+def test_recorded_reads_of_the_buffers_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "RECORD_AFTER", 1)
+    graphs, served = Graphs(), 0
+    for seed in range(20):
+        declared = DeclaredRequests(CPU)
+        declared.buffers, declared.recorder = buffers(), graphs
+        served += play(seed, declared)
+    assert served > 20
+    assert sum(graph.replays for graph in graphs.made) > 20
+
+
+FITS = {
+    "a probe": [(Probe("a", ""), [0, 1, 2])],
+    "several reads of a value": [
+        (Probe("a", ""), [1]),
+        (Probe("b", "", weight=VECTOR), [1]),
+        (LogitLens("c", "", top_k=2), [1]),
+    ],
+    "a vector": [(Steer("", VECTOR, scale=2.0), [0, 2])],
+    "reads before the vector": [(Probe("a", ""), [1]), (Steer("", VECTOR), [1])],
+    "reads behind the vector": [(Steer("", VECTOR), [1]), (Probe("a", ""), [1])],
+}
+BREAKS = {
+    "reads before and behind": [(Probe("a", ""), [1]), (Steer("", VECTOR), [1]), (Probe("b", ""), [1])],
+    "two vectors": [(Steer("", VECTOR), [1]), (Steer("", -VECTOR), [1])],
+    "a clamp": [(Clamp("", VECTOR, min=0.0), [1])],
+    "an ablation": [(Ablate("", VECTOR), [1])],
+    "an ablation of whole rows": [(Ablate("", None, keep=0.5), [0])],
+}
+
+
+@pytest.mark.parametrize("what", FITS)
+def test_what_fits_needs_no_break(what: str) -> None:
+    assert declared_of(FITS[what], FITS["a probe"]).fits_buffers(serving=True)
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_does_not_fit_breaks_the_graph(what: str) -> None:
+    declared = declared_of(BREAKS[what], FITS["a probe"])
+    assert not declared.fits_buffers(serving=True)
+    # The kernels would otherwise still do what an earlier step asked for.
+    values = torch.ones(2, HIDDEN)
+    for stage in declared.hooks.values():
+        stage.run((values.clone(), values.clone()))
+    collected = declared.collect(lambda rows: rows @ HEAD.T)
+    assert collected is not None
+    assert not any(one.failure for one in declared.live.values())
+
+
+def test_a_read_and_a_vector_of_other_requests_do_not_meet() -> None:
+    declared = declared_of([(Probe("a", ""), [1])], [(Steer("", VECTOR), [1])])
+    assert declared.fits_buffers(serving=True)
+    hidden, residual = torch.ones(3, HIDDEN), torch.full((3, HIDDEN), 2.0)
+    declared.buffers.launch(TAPS[1], (hidden, residual))
+    torch.testing.assert_close(hidden, torch.stack([torch.ones(HIDDEN), 1 + torch.tensor(VECTOR), torch.ones(HIDDEN)]))
+    _, _, flat = declared.collect(lambda rows: rows)
+    assert flat.view(torch.float32).tolist() == [3.0] * HIDDEN
+
+
+def test_one_half_of_a_residual_stream_is_read_where_it_was_asked_for() -> None:
+    declared = declared_of([(Probe("a", ""), [1])], residual=False)
+    assert declared.fits_buffers(serving=True)
+    declared.buffers.launch(TAPS[1], (torch.ones(1, HIDDEN), torch.full((1, HIDDEN), 2.0)))
+    _, _, flat = declared.collect(lambda rows: rows)
+    assert flat.view(torch.float32).tolist() == [1.0] * HIDDEN
+
+
+def test_a_step_without_interventions_changes_nothing() -> None:
+    declared = declared_of(FITS["a vector"])
+    assert declared.fits_buffers(serving=True)
+    declared.pop("r0")
+    declared.begin([], {}, 0, {})
+    assert declared.fits_buffers(serving=True)
+    value = torch.ones(4, HIDDEN)
+    for tap in TAPS:
+        declared.buffers.launch(tap, (value, value.clone()))
+    assert bool((value == 1).all())
+    # Outside of vLLM's steps, such as in a step that it makes up, nothing is served either.
+    declared = declared_of(FITS["a vector"])
+    assert declared.fits_buffers(serving=False)
+    declared.buffers.launch(TAPS[0], (value, value.clone()))
+    assert bool((value == 1).all())
+
+
+def test_the_table_is_written_when_the_plan_changes_and_only_then() -> None:
+    declared, written = declared_of(FITS["a vector"]), []
+    assert declared.buffers is not None
+    use = declared.buffers.use
+    for _ in range(3):
+        assert declared.fits_buffers(serving=True)
+        before = declared.buffers._current
+        use(before)
+        written.append(before)
+    assert written[0] is written[1] is written[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "served"),
+    [
+        (torch.zeros(4, HIDDEN), True),
+        ((torch.zeros(4, HIDDEN), torch.zeros(4, HIDDEN)), True),
+        (torch.zeros(1, 4, HIDDEN), True),
+        (torch.zeros(4, HIDDEN + 1), False),
+        (torch.zeros(4, HIDDEN, dtype=torch.float16), False),
+        (torch.zeros(4, 2 * HIDDEN)[:, :HIDDEN], False),
+        ("nothing", False),
+    ],
+)
+def test_values_of_another_shape_break_the_graph(value: Any, served: bool) -> None:
+    declared = declared_of(FITS["a probe"])
+    declared.buffers = TapBuffers(TAPS, 64, HIDDEN, torch.float32, CPU, serve_rows)
+    for tap in TAPS:
+        declared.buffers.launch(tap, value)
+    assert declared.fits_buffers(serving=True) is served
+
+
+def test_locations_without_a_kernel_and_long_steps_break_the_graph() -> None:
+    declared = declared_of(FITS["a probe"])
+    declared.buffers = buffers(taps=TAPS[:2])
+    assert not declared.fits_buffers(serving=True)
+    declared = declared_of(*[FITS["a probe"]] * 20)
+    declared.buffers = buffers(rows=16)
+    assert not declared.fits_buffers(serving=True)
+    # A graph of more tokens than there are rows has no kernels, and others still have.
+    declared.buffers.launch(TAPS[0], torch.zeros(32, HIDDEN))
+    declared = declared_of(FITS["a probe"])
+    assert declared.fits_buffers(serving=True)
+
+
+def test_more_vectors_than_the_pool_holds_break_the_graph() -> None:
+    declared = declared_of(*[[(Steer("", VECTOR + number), [0, 1, 2])] for number in range(8)])
+    assert declared.buffers is not None
+    assert declared.fits_buffers(serving=True)
+    declared.plan.tabled, declared.buffers._pool = False, declared.buffers._pool[:20]
+    assert not declared.fits_buffers(serving=True)
+
+
+def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
+    made = TapBuffers(TAPS, 16, HIDDEN, torch.float32, CPU, serve_rows, sharded=lambda tap: tap == TAPS[1])
+    for tap in TAPS:
+        made.launch(tap, torch.zeros(4, HIDDEN))
+    declared = declared_of([(Probe("a", ""), [1])])
+    declared.buffers = made
+    assert not declared.fits_buffers(serving=True)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]))
+    assert made_buffers(TAPS, config, CPU, sums=True, sharded=lambda _: False) is None
+
+
+def test_a_vector_of_another_width_ends_its_own_request() -> None:
+    declared = declared_of([(Steer("", VECTOR[:4]), [1])], FITS["a probe"])
+    assert not declared.fits_buffers(serving=True)
+    for stage in declared.hooks.values():
+        stage.run((torch.ones(2, HIDDEN), torch.ones(2, HIDDEN)))
+    assert declared.live["r0"].failure is not None
+    assert declared.live["r1"].failure is None
+
+
+def test_half_precision_is_rounded_as_without_kernels() -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    lists = [[(Steer("", VECTOR / 7, scale=rng.random()), [1]), (Probe("a", ""), [1])] for _ in range(3)]
+    halves = torch.randn(3, HIDDEN).bfloat16(), torch.randn(3, HIDDEN).bfloat16()
+    outcomes = []
+    for kernels in (False, True):
+        declared = declared_of(*lists)
+        declared.buffers = buffers(dtype=torch.bfloat16)
+        value = tuple(half.clone() for half in halves)
+        if kernels:
+            assert declared.fits_buffers(serving=True)
+            declared.buffers.launch(TAPS[1], value)
+        else:
+            declared.hooks[TAPS[1]].run(value)
+        _, _, flat = declared.collect(lambda rows: rows)
+        outcomes.append((value[0].clone(), flat.clone()))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
