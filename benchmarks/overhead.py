@@ -255,6 +255,7 @@ def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     for tap in options["taps"]:
         arguments += ["--tap", tap]
+    arguments += options.get("arguments", [])
     with (folder / "tracewire.log").open("wb") as log:
         process = subprocess.Popen(
             [

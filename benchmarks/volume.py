@@ -1,7 +1,7 @@
 """How the cost of watching grows with volume: requests, layers, and the way in which values are read.
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
-        [--ways block declared steered none] [--tokens 128] [--rounds 8] [--quick] [--json]
+        [--ways block declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
@@ -231,6 +231,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
+    if options.bulk is not None:
+        # The engine's budget of files holds a round of 256 requests at all layers.
+        setup["arguments"] = ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
     setup["engine"]["kv_cache_memory_bytes"] = (8192 if options.dummy else 512) * 1024 * 1024
     # vLLM's default on a CPU is fewer.
     setup["engine"]["max_num_seqs"] = max(options.requests)
@@ -316,6 +319,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for which Redis's limit is measured, about")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="vLLM's, for all ways")
     parser.add_argument("--tap", action="append", default=[], help="as of `tracewire engine`, for a GPU")
+    parser.add_argument(
+        "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"
+    )
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take turns with others that name this file")

@@ -1,13 +1,15 @@
 """What only a GPU shows: taps in CUDA graphs, and what KV that is not finite does to later requests.
 
     python -m tests.gpu_taps --model FOLDER [--layer 3] [--backend FLASH_ATTN --backend TRITON_ATTN ...] [--eager]
+        [--only-taps]
 
 Starts one engine after the other, with dummy weights, and prints one JSON object:
 
 - `taps`: a block that reads a layer, a `Probe` and a `Steer`, on an engine with CUDA graphs and one tap, and on an
   eager one. `read` and `probed` are how many steps were read on each, `block_apart` and `probe_apart` the greatest
   relative difference of what was read, `tokens` and `steered` whether both generated the same.
-- `whole`: all layers read and steered at once, on an engine with CUDA graphs and taps at all layers, and on an eager one.
+- `whole`: all layers read and steered at once, on an engine with CUDA graphs and taps at all layers, and on an eager
+  one.
   `apart` is the greatest relative difference of what was read, `tokens` whether both generated the same, and `steps`
   how many steps were served by kernels within whole graphs, with blocks beside them (`beside`) and without.
 - `infinite`, by attention backend: how many plain requests of 40 answer otherwise after traces with infinite
@@ -212,7 +214,7 @@ async def run(options: Any) -> dict[str, Any]:
     if not options.eager:
         figures["taps"] = await tapped(options)
         figures["whole"] = await whole(options)
-    for backend in options.backend or ["default"]:
+    for backend in options.backend or ([] if options.only_taps else ["default"]):
         try:
             figures["infinite"][backend] = await harmed(options, backend)
         except Exception as error:  # a backend that this machine does not have
@@ -226,6 +228,7 @@ def main() -> int:
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--backend", action="append", help="an attention backend of vLLM's; again for another")
+    parser.add_argument("--only-taps", action="store_true", help="leave infinite activations out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: as on a CPU")
     parser.add_argument("--weights", dest="dummy", action="store_false", help="load the model's weights")
     options = parser.parse_args()
