@@ -71,8 +71,19 @@ def leaves_blocks(model, tracer, live):
 @tracewire.intervention
 def counts_steps(model, tracer, live):
     """How many steps the kernels at the taps have served so far."""
+    from tracewire_engine.worker.declared.plan import DeclaredRequests
+
+    if not hasattr(DeclaredRequests, "counted"):
+        DeclaredRequests.counted, fits = [0], DeclaredRequests.fits_buffers
+
+        def counting(self, *, serving):
+            found = fits(self, serving=serving)
+            DeclaredRequests.counted[0] += found and bool(self.hooks)
+            return found
+
+        DeclaredRequests.fits_buffers = counting
     model.logits
-    served = [model.interleaver.declared.buffers.served].save()
+    served = [DeclaredRequests.counted[0]].save()
 
 
 async def together(client: Any, model: Any, prompts: list[Any], steps: int = STEPS, **what: Any) -> list[Any]:

@@ -300,7 +300,6 @@ class DeclaredRequests:
         if plan.table is None:
             return False
         buffers.use(plan.table)
-        buffers.served += 1
         plan.buffered = plan.unread = True
         for hook in plan.hooks.values():
             hook.reached = True

@@ -123,8 +123,6 @@ class TapBuffers:
         #: The locations at which a whole graph has the kernel; and those at which one of the graphs lacks it.
         self._locations: set[str] = set()
         self._unserved: set[str] = set()
-        #: How many steps with interventions the kernels have served.
-        self.served = 0
         #: The table on the device; `None` while no row has a flag.
         self._current: StepTable | None = None
 
