@@ -1,4 +1,4 @@
-"""Reads ranges of bulk stores: from the store's folder on the same host, else from the engine that serves the store."""
+"""Reads ranges of bulk stores: from the store's folder on the same host, else from the engine or from the archive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 import anyio
+import anyio.to_thread
 
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
@@ -13,6 +14,7 @@ from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
 from .stores import BulkStores, StorePlace
 
 if TYPE_CHECKING:
+    from .archive import ArchiveReader
     from .remote import RemoteStores
 
 __all__ = ["BulkMissing", "BulkReader"]
@@ -38,6 +40,9 @@ class BulkReader:
         self.stores = stores
         self._remote: RemoteStores | None = None
         self._places: dict[str, tuple[float, StorePlace | None]] = {}
+        self._archives: dict[str, ArchiveReader] = {}
+        #: The stores whose last range came from the archive: further ranges are likely to be there as well.
+        self._archived: set[str] = set()
 
     async def read(self, where: BulkRange) -> bytes:
         """The bytes of a range, compared with its digest.
@@ -48,8 +53,8 @@ class BulkReader:
         """
         place = await self._place(where.store)
         data = _read_here(place, where)
-        if data is None and place.address:
-            data = await self._read_remote(place, where)
+        if data is None:
+            data = await self._read_elsewhere(place, where)
         if data is None:
             raise BulkMissing(
                 f"bulk store {where.store} has no such bytes in {place.path} on this host. They are gone with the "
@@ -59,7 +64,37 @@ class BulkReader:
             raise BulkMissing(f"their bytes in bulk store {where.store} do not match the digest in the event")
         return data
 
-    async def _read_remote(self, place: StorePlace, where: BulkRange) -> bytes:
+    async def _read_elsewhere(self, place: StorePlace, where: BulkRange) -> bytes | None:
+        """Ask the engine and the archive, first the one that had the store's last range."""
+        ways = [self._read_remote] if place.address else []
+        if place.archive:
+            ways.insert(0 if where.store in self._archived else len(ways), self._read_archive)
+        problems: list[BulkMissing] = []
+        for way in ways:
+            try:
+                data = await way(place, where)
+            except BulkMissing as error:
+                problems.append(error)
+                continue
+            if data is not None:
+                (self._archived.add if way == self._read_archive else self._archived.discard)(where.store)
+                return data
+        if problems:
+            raise BulkMissing("; ".join(map(str, problems))) from problems[0]
+        return None
+
+    async def _read_archive(self, place: StorePlace, where: BulkRange) -> bytes | None:
+        from .archive import ArchiveError, ArchiveReader
+
+        archive = self._archives.setdefault(place.archive, ArchiveReader(place.archive))
+        try:
+            return await anyio.to_thread.run_sync(
+                archive.read, where.store, where.segment, where.offset, where.nbytes, abandon_on_cancel=True
+            )
+        except ArchiveError as error:
+            raise BulkMissing(str(error)) from error
+
+    async def _read_remote(self, place: StorePlace, where: BulkRange) -> bytes | None:
         # Imported here, because most clients read no bulk of another host.
         from .remote import RemoteStores, StoreRefused
 

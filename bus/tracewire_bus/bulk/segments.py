@@ -1,8 +1,9 @@
 """Segments: the files of a bulk store. An attempt of a trace appends to one, and consumers read ranges of it.
 
 A store is a folder with the segments of one engine, in memory (`/dev/shm`) or on a disk. The folder's `index` maps
-each segment to its trace. The engine that owns a store holds a lock on the folder. When an engine has died, the
-next engine that uses the same parent folder and the same bus takes its stores over.
+each segment to its trace, and says which segments have moved to the archive. The engine that owns a store holds a lock
+on the folder. When an engine has died, the next engine that uses the same parent folder and the same bus takes its
+stores over.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class SegmentFolder:
 
     Attributes:
         nbytes: the size of all its segments.
-        traces: the names and sizes of the segments of each trace.
+        traces: the names of the segments of each trace, and their sizes in the folder.
+        archived: the names of the segments that are in the archive instead.
     """
 
     def __init__(self, path: Path, lock: int, limit: Limit) -> None:
@@ -101,6 +103,7 @@ class SegmentFolder:
         self.store = path.name
         self.nbytes = 0
         self.traces: dict[str, dict[str, int]] = {}
+        self.archived: set[str] = set()
         self._lock = lock
         self._limit = limit
 
@@ -140,7 +143,12 @@ class SegmentFolder:
     def _read_index(self) -> None:
         for line in (self.path / _INDEX).read_text().splitlines():
             try:
-                name, trace = json.loads(line)
+                name, trace, *archived = json.loads(line)
+                if archived:
+                    self.archived.add(name)
+                    self._grow(-self.traces.setdefault(trace, {}).get(name, 0))
+                    self.traces[trace][name] = 0
+                    continue
                 size = (self.path / name).stat().st_size
             except (ValueError, OSError):
                 # The last line of an engine that died, or a segment that was removed.
@@ -164,14 +172,29 @@ class SegmentFolder:
         self.traces.setdefault(trace, {})[segment.name] = 0
         return segment
 
+    def shed(self, trace: str, segment: str) -> None:
+        """Remove a segment's file, because the archive has it.
+
+        Raises:
+            OSError: the index cannot be written. The file is still there.
+        """
+        size = self.traces[trace][segment]
+        with (self.path / _INDEX).open("a") as index:
+            index.write(json.dumps([segment, trace, "archived"]) + "\n")
+        self.archived.add(segment)
+        self.traces[trace][segment] = 0
+        (self.path / segment).unlink(missing_ok=True)
+        self._grow(-size)
+
     def grew(self, segment: Segment) -> None:
         """Note the size of a segment."""
         if segment.name in self.traces.get(segment.trace, ()):
             self.traces[segment.trace][segment.name] = segment.nbytes
 
     def forget(self, trace: str) -> None:
-        """Remove a trace's segments."""
+        """Remove a trace's segments from the folder."""
         for name, size in self.traces.pop(trace, {}).items():
+            self.archived.discard(name)
             (self.path / name).unlink(missing_ok=True)
             self._grow(-size)
 

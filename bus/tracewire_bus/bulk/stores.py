@@ -22,11 +22,13 @@ class StorePlace(msgspec.Struct, frozen=True):
         path: the store's folder on the engine's host.
         address: `host:port` at which the engine serves the store; empty if it serves none.
         token: what a consumer shows there.
+        archive: the URL of the archive to which the engine moves the segments of ended traces; empty without one.
     """
 
     path: str
     address: str = ""
     token: str = ""
+    archive: str = ""
 
 
 class BulkStores:
@@ -43,7 +45,7 @@ class BulkStores:
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer.
         """
-        fields = ("path", place.path, "address", place.address, "token", place.token)
+        fields = ("path", place.path, "address", place.address, "token", place.token, "archive", place.archive)
         key = self._key(store)
         await self._connections.commands(("HSET", key, *fields), ("EXPIRE", key, _KNOWN_S))
 
@@ -62,8 +64,7 @@ class BulkStores:
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        found = await self._connections.command("HMGET", self._key(store), "path", "address", "token")
+        found = await self._connections.command("HMGET", self._key(store), "path", "address", "token", "archive")
         if found[0] is None:
             return None
-        path, address, token = (bytes(field or b"").decode("utf-8", "surrogateescape") for field in found)
-        return StorePlace(path, address, token)
+        return StorePlace(*(bytes(field or b"").decode("utf-8", "surrogateescape") for field in found))

@@ -5,7 +5,8 @@ segment of its bulk store (`tracewire_bus/bulk/segments.py`), and the event has 
 is full, outputs go to Redis whole, as without a store.
 
 The engine keeps a segment as long as Redis has its trace. The engine looks for traces that Redis has dropped, takes the
-stores of dead engines over, and serves all its stores to consumers on other hosts.
+stores of dead engines over, and serves all its stores to consumers on other hosts. With an archive, it moves the
+segments of ended traces there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +27,7 @@ import anyio
 import msgspec
 from anyio.abc import SocketStream, TaskGroup
 
+from tracewire_bus.bulk.archive import Archive, ArchiveError
 from tracewire_bus.bulk.remote import serve_bulk
 from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, read_range
 from tracewire_bus.bulk.stores import StorePlace
@@ -35,13 +38,15 @@ from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest, encode_bulk_r
 from tracewire_bus.wire.codec import encode_deltas, encoded_size
 from tracewire_bus.wire.pieces import Pieces
 
-__all__ = ["BulkSettings", "BulkWriter", "TraceBulk", "check_folder"]
+__all__ = ["BulkSettings", "BulkWriter", "TraceBulk", "check_archive", "check_folder"]
 
 logger = logging.getLogger("tracewire")
 
 #: How often the engine looks for traces that Redis has dropped, in seconds, and at how many traces.
 LOOK_S = 5.0
 _LOOK_TRACES: Final = 500
+#: How long a segment stays in the folder once its trace has ended, in seconds: most consumers are about to read it.
+ARCHIVE_S = 10.0
 #: How many consumers on other hosts the engine serves at once.
 _CONSUMERS: Final = 256
 #: The file systems that keep files in memory: writing there waits for no disk.
@@ -57,6 +62,7 @@ class BulkSettings(msgspec.Struct, frozen=True):
         most: how many bytes the engine's stores may hold.
         listen: `host:port` at which the engine serves consumers on other hosts, a port of 0 for any; empty for none.
         advertise: the `host` under which those consumers find this one; empty for that of `listen`.
+        archive: the URL to which the engine moves the segments of ended traces; empty for none.
     """
 
     folder: Path
@@ -64,6 +70,7 @@ class BulkSettings(msgspec.Struct, frozen=True):
     most: int
     listen: str = ""
     advertise: str = ""
+    archive: str = ""
 
 
 class TraceBulk:
@@ -121,10 +128,12 @@ class BulkWriter:
         self._own: SegmentFolder | None = None
         self._in_memory = False
         self._place = ("", "")
-        #: The traces with segments that have ended here, or in an engine that died.
-        self._ended: dict[str, None] = {}
+        self._archive = Archive(settings.archive) if settings.archive else None
+        #: The traces with segments that have ended, each with when it ended here; 0 in an engine that died.
+        self._ended: dict[str, float] = {}
         self._running: set[str] = set()
         self._failing = False
+        self._refusals = Backoff()
 
     def start(self) -> None:
         """Make the engine's store, and take over those of dead engines.
@@ -137,7 +146,7 @@ class BulkWriter:
         self._in_memory = _file_system(folder) in _IN_MEMORY
         for store in (self._own, *SegmentFolder.adopt(folder, bus, self._limit)):
             self._stores[store.store] = store
-            self._ended |= dict.fromkeys(store.traces)
+            self._ended |= dict.fromkeys(store.traces, 0.0)
         if len(self._stores) > 1:
             logger.info("took over %d bulk stores of engines that have died", len(self._stores) - 1)
 
@@ -183,13 +192,15 @@ class BulkWriter:
         """Note that an attempt has ended: its segment goes once Redis drops the trace."""
         self._running.discard(trace)
         if any(trace in store.traces for store in self._stores.values()):
-            self._ended[trace] = None
+            self._ended[trace] = time.monotonic()
 
     # --- serving, and removing ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve consumers, and remove what Redis has dropped. Never ends by itself."""
         async with anyio.create_task_group() as group:
+            if self._archive is not None:
+                group.start_soon(self._move_ended, self._archive)
             backoff, refusals = Backoff(), Backoff()
             while True:
                 try:
@@ -212,23 +223,61 @@ class BulkWriter:
     async def _register(self) -> None:
         address, token = self._place
         for name, store in self._stores.items():
-            await self._bus.bulk.stores.register(name, StorePlace(str(store.path), address, token))
+            await self._bus.bulk.stores.register(
+                name, StorePlace(str(store.path), address, token, self._settings.archive)
+            )
 
     async def _remove_dropped(self) -> None:
         looked = list(islice(self._ended, _LOOK_TRACES))
         there = await self._bus.records.existing(looked)
         for trace in looked:
-            self._ended.pop(trace, None)
-            if trace in there:
+            ended = self._ended.pop(trace, 0.0)
+            if trace in there or (trace not in self._running and not await self._remove(trace)):
                 # To the end of the line.
-                self._ended[trace] = None
-            elif trace not in self._running:
-                for store in self._stores.values():
-                    store.forget(trace)
+                self._ended[trace] = ended
         for name, store in list(self._stores.items()):
             if store is not self._own and not store.traces:
                 await self._bus.bulk.stores.unregister(name)
                 self._stores.pop(name).leave()
+
+    async def _remove(self, trace: str) -> bool:
+        """Remove a trace's segments. Returns whether all of them are gone."""
+        for store in self._stores.values():
+            moved = store.archived.intersection(store.traces.get(trace, ()))
+            try:
+                for segment in moved:
+                    if self._archive is not None:
+                        await anyio.to_thread.run_sync(self._archive.remove, store.store, segment)
+            except ArchiveError as error:
+                logger.log(self._refusals.level, "segments of bulk stay in the archive for now: %s", error)
+                self._refusals.next()
+                return False
+            store.forget(trace)
+        return True
+
+    async def _move_ended(self, archive: Archive) -> None:
+        """Move the segments of traces that have ended to the archive. Never ends by itself."""
+        while True:
+            before = time.monotonic() - ARCHIVE_S
+            for trace in [trace for trace, ended in self._ended.items() if ended <= before]:
+                for store in list(self._stores.values()):
+                    for segment in set(store.traces.get(trace, ())) - store.archived:
+                        await self._move(archive, store, trace, segment)
+            await anyio.sleep(LOOK_S)
+
+    async def _move(self, archive: Archive, store: SegmentFolder, trace: str, segment: str) -> None:
+        try:
+            await anyio.to_thread.run_sync(archive.put, store.store, segment, store.path / segment)
+            if segment in store.traces.get(trace, ()):
+                store.shed(trace, segment)
+            else:
+                # Redis has dropped the trace meanwhile.
+                await anyio.to_thread.run_sync(archive.remove, store.store, segment)
+        except (ArchiveError, OSError) as error:
+            logger.log(self._refusals.level, "segments of bulk stay in %s for now: %s", self._settings.folder, error)
+            self._refusals.next()
+        else:
+            self._refusals.reset()
 
     async def _listen(self, group: TaskGroup) -> None:
         host, _, port = self._settings.listen.rpartition(":")
@@ -258,6 +307,18 @@ class BulkWriter:
         for store in self._stores.values():
             store.leave()
         self._stores.clear()
+
+
+def check_archive(url: str) -> None:
+    """Check that an archive takes segments.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        Archive(url).check()
+    except (ArchiveError, OSError) as error:
+        raise ValueError(f"--bulk-archive: no segments can be moved there: {error}") from error
 
 
 def check_folder(folder: Path) -> None:

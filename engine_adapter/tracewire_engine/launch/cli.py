@@ -231,17 +231,19 @@ def _check_bulk(options: argparse.Namespace) -> None:
     """
     settings = _bulk(options)
     if settings is None:
-        if options.bulk_listen or options.bulk_advertise:
-            raise ValueError("--bulk-listen and --bulk-advertise need --bulk")
+        if options.bulk_listen or options.bulk_advertise or options.bulk_archive:
+            raise ValueError("--bulk-listen, --bulk-advertise and --bulk-archive need --bulk")
         return
     if options.bulk_advertise and not options.bulk_listen:
         raise ValueError("--bulk-advertise needs --bulk-listen")
     if settings.listen.startswith(("0.0.0.0:", "[::]:")) and not settings.advertise:
         needs = "--bulk-advertise: the name or address at which other hosts reach this one"
         raise ValueError(f"--bulk-listen {settings.listen} needs {needs}")
-    from tracewire_engine.adapter.bulk_writer import check_folder
+    from tracewire_engine.adapter.bulk_writer import check_archive, check_folder
 
     check_folder(settings.folder)
+    if settings.archive:
+        check_archive(settings.archive)
 
 
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
@@ -398,7 +400,7 @@ def _bulk(options: argparse.Namespace) -> BulkSettings | None:
     from tracewire_engine.adapter.bulk_writer import BulkSettings
 
     most, listen, advertise = options.bulk_bytes, options.bulk_listen or "", options.bulk_advertise
-    return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise)
+    return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise, options.bulk_archive)
 
 
 async def _http_api(

@@ -149,6 +149,12 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         help="with --bulk-listen: the name or address at which those consumers reach this host (default: HOST)",
     )
     group.add_argument(
+        "--bulk-archive",
+        default="",
+        metavar="URL",
+        help="with --bulk: move the saves of traces that have ended to this fsspec URL, such as s3://bucket/bulk",
+    )
+    group.add_argument(
         "--kept-kv-bytes",
         type=whole(0),
         default=8 << 30,

@@ -22,7 +22,7 @@ from tracewire_bus.bulk.segments import SegmentFolder
 from tracewire_bus.bus import FINAL_ID, Bus
 from tracewire_bus.wire.codec import find_bulk
 from tracewire_engine.adapter import bulk_writer
-from tracewire_engine.adapter.bulk_writer import BulkSettings, check_folder
+from tracewire_engine.adapter.bulk_writer import BulkSettings, check_archive, check_folder
 
 TOKENS = 40
 
@@ -252,6 +252,97 @@ async def test_engines_of_another_bus_leave_it(client: Client, bus: Bus, tmp_pat
     async with engine(bus, client, bulk(tmp_path)) as gate:
         await run(bus, client, gate)
         assert store.path.exists()
+
+
+# --- the archive ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines move segments as soon as their traces have ended."""
+    monkeypatch.setattr(bulk_writer, "ARCHIVE_S", 0.0)
+
+
+def archived(folder: Path) -> set[Path]:
+    """The segments in an archive."""
+    return {path for path in folder.glob("*/*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_segments_of_ended_traces_move_to_the_archive(
+    client: Client, bus: Bus, folder: Path, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive"
+    async with engine(bus, client, bulk(folder, archive=f"file://{archive}")) as gate:
+        whole(await run(bus, client, gate))
+        await until(lambda: archived(archive) and not segments(folder))
+        whole(await client.get_state("t"))
+        # What was moved takes no room in the store.
+        (store,) = stores(folder)
+        place = await bus.bulk.stores.find(store.name)
+        assert place is not None
+        assert place.archive == f"file://{archive}"
+    # The engine and its host are gone: latecomers read all the same.
+    shutil.rmtree(folder)
+    whole(await client.get_state("t"))
+    saved = [item async for event in client.subscribe("t") if isinstance(event, Output) for item in event.delta["acts"]]
+    assert [list(map(float, item)) for item in saved] == expected("hello", TOKENS)[1]
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_what_is_archived_goes_with_its_trace(client: Client, bus: Bus, tmp_path: Path) -> None:
+    archive, folder = tmp_path / "archive", tmp_path / "bulk"
+    settings = bulk(folder, archive=str(archive))
+    async with engine(bus, client, settings) as gate:
+        await run(bus, client, gate)
+        await run(bus, client, gate, "u", "other")
+        await until(lambda: len(archived(archive)) == 2 and not segments(folder))
+        await bus.command("DEL", bus.keys.events("t"), bus.keys.record("t"))
+        await until(lambda: len(archived(archive)) == 1)
+    # The next engine knows what the one before has moved.
+    async with engine(bus, client, settings):
+        whole(await client.get_state("u"), "other")
+        await bus.command("DEL", bus.keys.events("u"), bus.keys.record("u"))
+        await until(lambda: not archived(archive))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_archive_that_refuses_loses_nothing(
+    client: Client, bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive, folder = tmp_path / "archive", tmp_path / "bulk"
+    archive.write_text("a file, and no folder")
+    async with engine(bus, client, bulk(folder, archive=str(archive))) as gate:
+        whole(await run(bus, client, gate))
+        await until(lambda: "stay in" in caplog.text)
+        assert segments(folder)
+        whole(await client.get_state("t"))
+        archive.unlink()
+        await until(lambda: archived(archive) and not segments(folder))
+        whole(await client.get_state("t"))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_what_an_archive_lost_is_named(client: Client, bus: Bus, tmp_path: Path) -> None:
+    archive, folder = tmp_path / "archive", tmp_path / "bulk"
+    async with engine(bus, client, bulk(folder, archive=str(archive))) as gate:
+        await run(bus, client, gate)
+        await until(lambda: archived(archive) and not segments(folder))
+        (segment,) = archived(archive)
+        data = segment.read_bytes()
+        for left in (data[:-1], data[:-1] + b"\xff", None):
+            segment.unlink() if left is None else segment.write_bytes(left)
+            async with tracewire.connect(client.url, prefix=bus.keys.prefix) as other:
+                with pytest.raises(tracewire.ValueMissing, match=r"no such bytes|do not match the digest"):
+                    await other.get_state("t")
+
+
+def test_an_archive_that_takes_nothing_is_refused(tmp_path: Path) -> None:
+    check_archive(str(tmp_path / "new"))
+    (tmp_path / "file").touch()
+    for url, why in ((str(tmp_path / "file"), "Error"), ("nowhere://x", "nowhere")):
+        with pytest.raises(ValueError, match=f"--bulk-archive: no segments can be moved there: .*{why}"):
+            check_archive(url)
 
 
 # --- other hosts ----------------------------------------------------------------------------------------------------

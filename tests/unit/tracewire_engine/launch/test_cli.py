@@ -150,13 +150,19 @@ def test_an_option_reaches_the_adapter(option: str, value: float, field: str) ->
 def test_bulk_goes_where_the_options_say(tmp_path: Path) -> None:
     assert _settings(parsed()).bulk is None
     given = ("--bulk", str(tmp_path), "--bulk-threshold", "5", "--bulk-bytes", "6", "--bulk-listen", "h:0")
-    assert _settings(parsed(*given, "--bulk-advertise", "name")).bulk == BulkSettings(tmp_path, 5, 6, "h:0", "name")
+    more = ("--bulk-advertise", "name", "--bulk-archive", "s3://b")
+    assert _settings(parsed(*given, *more)).bulk == BulkSettings(tmp_path, 5, 6, "h:0", "name", "s3://b")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--bulk-listen", "h:1"], "--bulk-listen and --bulk-advertise need --bulk"),
+        (["--bulk-listen", "h:1"], "--bulk-listen, --bulk-advertise and --bulk-archive need --bulk"),
+        (["--bulk-archive", "s3://b"], "--bulk-listen, --bulk-advertise and --bulk-archive need --bulk"),
+        (
+            ["--bulk", "FOLDER", "--bulk-archive", "nowhere://b"],
+            "--bulk-archive: no segments can be moved there: .*nowhere",
+        ),
         (["--bulk", "FOLDER", "--bulk-advertise", "h"], "--bulk-advertise needs --bulk-listen"),
         (["--bulk", "FOLDER", "--bulk-listen", "0.0.0.0:1"], "--bulk-listen 0.0.0.0:1 needs --bulk-advertise"),
         (["--bulk", "/dev/null/x"], "--bulk: no bulk store can be made in /dev/null/x: Not a directory"),
