@@ -224,6 +224,15 @@ def test_soak(engine: EngineProcess, engine_bus: str, options: tuple[str, ...]) 
     assert "': 0.0" not in lines[-1]
 
 
+def test_soak_at_full_volume(engine: EngineProcess, engine_bus: str) -> None:
+    lines = run(
+        "soak", "--url", engine_bus, "--engine-pid", str(engine.process.pid), "--seconds", "3"
+    ).stdout.splitlines()
+    assert len(lines) == 10
+    assert "'client': " in lines[-1]
+    assert float(lines[-1].partition(" traces, ")[2].partition(" MB")[0]) > 0
+
+
 # --- with engines of their own ----------------------------------------------------------------------------------------
 
 
