@@ -51,8 +51,12 @@ class Memory:
 
     def resident(self) -> dict[str, float]:
         """MiB by process."""
-        found = {self._names[process.pid]: round(process.memory_info().rss / 2**20, 1) for process in self._processes}
-        return found | {"client": round(psutil.Process().memory_info().rss / 2**20, 1)}
+        found = {"client": psutil.Process().memory_info().rss}
+        for process in self._processes:
+            # The adapter and a helper of Python's share a name.
+            name = self._names[process.pid]
+            found[name] = found.get(name, 0) + process.memory_info().rss
+        return {name: round(size / 2**20, 1) for name, size in found.items()}
 
 
 async def volume(url: str, pid: int, seconds: float) -> None:
