@@ -112,10 +112,11 @@ class Intake:
 
     async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
         """Run one queue entry to its final event. Raises nothing, so that one entry cannot stop the others."""
+        taken_ns = time.time_ns()
         try:
-            checked = await self._checked(entry)
+            checked = await self._checked(entry, taken_ns)
             if checked is not None:
-                await self._run_trace(entry, scope, *checked)
+                await self._run_trace(entry, scope, taken_ns, *checked)
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
@@ -142,7 +143,7 @@ class Intake:
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
-    async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
+    async def _checked(self, entry: Taken, taken_ns: int) -> tuple[Validated, list[RequestEdits]] | None:
         """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
         Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
@@ -154,6 +155,8 @@ class Intake:
             return validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
             failure = refusal(error)
+            if self._services.spans is not None and isinstance(error, Rejection):
+                self._services.spans.refuse(entry, failure, self._info.engine, taken_ns)
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
@@ -202,7 +205,7 @@ class Intake:
         return chosen if any(chosen) else []
 
     async def _run_trace(
-        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[RequestEdits]
+        self, entry: Taken, scope: anyio.CancelScope, taken_ns: int, validated: Validated, edits: list[RequestEdits]
     ) -> None:
         submission = validated.submission
         trace = submission.trace
@@ -229,7 +232,7 @@ class Intake:
                 self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
             self.refused.reset()
-            run = self._run_of(entry, validated, edits, opened)
+            run = self._run_of(entry, taken_ns, validated, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claims.entries[trace] = entry, submission, due
             self._claims.runs[trace] = run
@@ -240,13 +243,30 @@ class Intake:
             finally:
                 if run.live is not None:
                     self._services.steering.over(run.live)
+                if run.span is not None:
+                    run.span.end(self._fate(run))
         finally:
             del self._claims.runs[trace]
             self._claims.entries.pop(trace, None)
             self._services.writer.forget(trace)
 
-    def _run_of(self, entry: Taken, validated: Validated, edits: list[RequestEdits], opened: Opened) -> TraceRun:
+    def _fate(self, run: TraceRun) -> str:
+        """The type of the error by which an attempt has ended without a final of its own; empty if it has one."""
+        if run.fenced:
+            return "Fenced"
+        if run.ended:
+            return ""
+        return "EngineLost" if self._lifecycle.lost else "EngineShutdown"
+
+    def _run_of(
+        self, entry: Taken, taken_ns: int, validated: Validated, edits: list[RequestEdits], opened: Opened
+    ) -> TraceRun:
         submission = validated.submission
+        span = None
+        if self._services.spans is not None:
+            span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine, taken_ns)
+            # vLLM's own spans stand below it.
+            submission = msgspec.structs.replace(submission, context=span.context)
         live: LiveTrace | None = None
         if submission.live != _NO_LIVE:
             if opened.version:
@@ -265,6 +285,7 @@ class Intake:
             why=entry.why,
             live=live,
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
+            span=span,
         )
         run = TraceRun(self._services, attempt)
         if opened.cancelled is not None:
@@ -278,6 +299,8 @@ class Intake:
         self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
     ) -> None:
         add_log_fields(trace_id=entry.trace, client=submission.client, engine=self._services.info.engine)
+        if run.span is not None:
+            add_log_fields(**run.span.log_fields)
         timer: asyncio.TimerHandle | None = None
         if opened.left_s is not None:
             message = f"the trace's deadline, {submission.deadline_s or 0:g} s after it was queued, has passed"
