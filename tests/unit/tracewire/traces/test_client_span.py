@@ -147,9 +147,7 @@ async def test_a_cancelled_trace_is_none(
     assert span.attributes["tracewire.status"] == "cancelled"  # type: ignore[index]
 
 
-async def test_a_submission_that_fails_is_an_error(
-    client: Client, tracer: Tracer, ended: InMemorySpanExporter
-) -> None:
+async def test_a_submission_that_fails_is_an_error(client: Client, tracer: Tracer, ended: InMemorySpanExporter) -> None:
     with tracer.start_as_current_span("mine"), pytest.raises(UnknownModel):
         await client.trace("nothing", "x").start()
     span = only(ended, "text_completion nothing")
@@ -177,9 +175,8 @@ async def test_a_trace_that_is_written_inline_has_the_span_of_its_with(
 ) -> None:
     async with engine() as running:
         model = await client.models.get("tiny")
-        with tracer.start_as_current_span("mine") as mine:
-            with model.trace("x") as trace:
-                model.model.layers[0].output.save()
+        with tracer.start_as_current_span("mine") as mine, model.trace("x") as trace:
+            model.model.layers[0].output.save()
         await trace.until_done()
     assert only(ended).parent.span_id == mine.get_span_context().span_id  # type: ignore[union-attr]
     assert parent_of(running.taken[0]) == span_id(only(ended))

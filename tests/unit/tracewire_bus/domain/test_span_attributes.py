@@ -27,7 +27,10 @@ def submission(*invokes: Invoke) -> Submission:
     ("fields", "kept"),
     [
         ({}, {}),
-        ({"traceparent": PARENT, "tracestate": "a=b", "baggage": "secret"}, {"traceparent": PARENT, "tracestate": "a=b"}),
+        (
+            {"traceparent": PARENT, "tracestate": "a=b", "baggage": "secret"},
+            {"traceparent": PARENT, "tracestate": "a=b"},
+        ),
         ({"traceparent": PARENT, "tracestate": "x" * 513}, {"traceparent": PARENT}),
         ({"traceparent": "0" * 129}, {}),
     ],
