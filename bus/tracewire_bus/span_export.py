@@ -34,7 +34,7 @@ def otlp_exporter() -> SpanExporter:
         ValueError: an environment variable is malformed.
     """
     # This one sends nothing. It reads the variables of the queue now, and not only when the model has loaded.
-    BatchSpanProcessor(ConsoleSpanExporter()).shutdown()
+    BatchSpanProcessor(ConsoleSpanExporter()).shutdown()  # type: ignore[no-untyped-call]
     return OTLPSpanExporter()
 
 

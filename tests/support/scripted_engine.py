@@ -258,11 +258,11 @@ class ScriptedEngine(FakeEngine):
 
 @asynccontextmanager
 async def serving(
-    bus: Bus, engine: ScriptedEngine, described: EngineInfo | None = None, spans: Any = None, **settings: Any
+    bus: Bus, engine: ScriptedEngine, described: EngineInfo | None = None, **settings: Any
 ) -> AsyncIterator[Adapter]:
     """An adapter in this process that serves this engine. Stopped at the end, if it has not ended before."""
     chosen = Settings(**{"heartbeat_s": 0.05, "drain_s": 0.0, "poll_s": 0.05} | settings)
-    adapter = Adapter(engine, described or info(), bus, chosen, spans)
+    adapter = Adapter(engine, described or info(), bus, chosen)
     async with anyio.create_task_group() as group:
         group.start_soon(engine.run)
         group.start_soon(adapter.run)

@@ -112,11 +112,10 @@ class Intake:
 
     async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
         """Run one queue entry to its final event. Raises nothing, so that one entry cannot stop the others."""
-        taken_ns = time.time_ns()
         try:
-            checked = await self._checked(entry, taken_ns)
+            checked = await self._checked(entry)
             if checked is not None:
-                await self._run_trace(entry, scope, taken_ns, *checked)
+                await self._run_trace(entry, scope, *checked)
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
@@ -143,7 +142,7 @@ class Intake:
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
-    async def _checked(self, entry: Taken, taken_ns: int) -> tuple[Validated, list[RequestEdits]] | None:
+    async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
         """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
         Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
@@ -156,7 +155,7 @@ class Intake:
         except (Rejection, LimitExceeded, NewerSchema) as error:
             failure = refusal(error)
             if self._services.spans is not None and isinstance(error, Rejection):
-                self._services.spans.refuse(entry, failure, self._info.engine, taken_ns)
+                self._services.spans.refuse(entry, failure, self._info.engine)
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
@@ -205,7 +204,7 @@ class Intake:
         return chosen if any(chosen) else []
 
     async def _run_trace(
-        self, entry: Taken, scope: anyio.CancelScope, taken_ns: int, validated: Validated, edits: list[RequestEdits]
+        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[RequestEdits]
     ) -> None:
         submission = validated.submission
         trace = submission.trace
@@ -232,7 +231,7 @@ class Intake:
                 self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
             self.refused.reset()
-            run = self._run_of(entry, taken_ns, validated, edits, opened)
+            run = self._run_of(entry, validated, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claims.entries[trace] = entry, submission, due
             self._claims.runs[trace] = run
@@ -258,13 +257,11 @@ class Intake:
             return ""
         return "EngineLost" if self._lifecycle.lost else "EngineShutdown"
 
-    def _run_of(
-        self, entry: Taken, taken_ns: int, validated: Validated, edits: list[RequestEdits], opened: Opened
-    ) -> TraceRun:
+    def _run_of(self, entry: Taken, validated: Validated, edits: list[RequestEdits], opened: Opened) -> TraceRun:
         submission = validated.submission
         span = None
         if self._services.spans is not None:
-            span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine, taken_ns)
+            span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine)
             # vLLM's own spans stand below it.
             submission = msgspec.structs.replace(submission, context=span.context)
         live: LiveTrace | None = None

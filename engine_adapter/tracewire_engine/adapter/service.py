@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import anyio
 
@@ -49,9 +48,6 @@ from .standing_edits import StandingEdits
 from .trace_run import RunServices
 from .validation import Validator
 
-if TYPE_CHECKING:
-    from .trace_spans import TraceSpans
-
 __all__ = ["Adapter", "Settings"]
 
 logger = logging.getLogger("tracewire")
@@ -62,14 +58,7 @@ _LOOKS = 10
 class Adapter:
     """Serves one engine on the bus until it is stopped or the engine is lost."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        info: EngineInfo,
-        bus: Bus,
-        settings: Settings | None = None,
-        spans: TraceSpans | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, bus: Bus, settings: Settings | None = None) -> None:
         self._engine = engine
         self._info = info
         self._bus = bus
@@ -116,7 +105,7 @@ class Adapter:
             retention=self._retention,
             bulk=self._bulk,
             standing=self._standing,
-            spans=spans,
+            spans=settings.spans,
         )
         self._intake = Intake(
             bus, services, self._validator, self._claims, self._control, self.plain, self._lifecycle, settings

@@ -92,7 +92,7 @@ class RunServices:
     retention: Retention
     bulk: BulkWriter | None
     standing: StandingEdits
-    #: Makes the traces' OpenTelemetry spans, if there is an exporter for them.
+    #: Makes the traces' OpenTelemetry spans, if the adapter makes any.
     spans: TraceSpans | None = None
 
 
@@ -116,16 +116,19 @@ class Attempt:
     #: The attempt's OpenTelemetry span, if there is one.
     span: AttemptSpan | None = None
 
+    @property
+    def observer(self) -> Callable[[Event], None] | None:
+        """Takes each event of the attempt for its span, if the span is sampled."""
+        return self.span.event if self.span is not None and self.span.recording else None
+
 
 class TraceRun:
     """Runs one attempt of a submission and publishes its events."""
 
     def __init__(self, services: RunServices, attempt: Attempt) -> None:
         submission = attempt.submission
-        self._engine = services.engine
-        self._info = services.info
-        self._pending = services.pending
-        self._reports = services.reports
+        self._engine, self._info = services.engine, services.info
+        self._pending, self._reports = services.pending, services.reports
         self._names = services.names
         self._blobs = services.blobs
         self._standing = services.standing
@@ -133,8 +136,7 @@ class TraceRun:
         bulk = services.bulk.of_trace(submission.trace) if services.bulk is not None else None
         self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
         self.span = attempt.span
-        if self.span is not None and self.span.recording:
-            self._stream.observer = self.span.event
+        self._stream.observer = attempt.observer
         self._submission = submission
         self.trace = submission.trace
         self._attempt = attempt

@@ -81,9 +81,10 @@ class TraceSpans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
-    def begin(self, entry: Taken, submission: Submission, attempt: int, engine: str, taken_ns: int) -> AttemptSpan:
-        """The span of an attempt, of an entry that `engine` took at `taken_ns`, in nanoseconds since the epoch."""
+    def begin(self, entry: Taken, submission: Submission, attempt: int, engine: str) -> AttemptSpan:
+        """The span of an attempt, of an entry that `engine` took."""
         parent = _context.extract(w3c_context(submission.context), Context())
+        taken_ns = int(entry.taken_at * _NS) or time.time_ns()
         # The queue's clock is Redis's, which may be ahead of this machine's.
         queued_ns = min(int(entry.queued_at * _NS), taken_ns) if entry.queued_at else taken_ns
         attributes = {**request_attributes(submission), "tracewire.attempt": attempt, "tracewire.engine": engine}
@@ -100,13 +101,13 @@ class TraceSpans:
         )
         return AttemptSpan(self._tracer, span, submission, taken_ns)
 
-    def refuse(self, entry: Taken, failure: Failure, engine: str, taken_ns: int) -> None:
+    def refuse(self, entry: Taken, failure: Failure, engine: str) -> None:
         """Make the spans of a trace that the engine refused as it was sent."""
         data = entry.fields.get(b"d", b"")
         with suppress(ValueError):
             if len(data) <= _LIGHT_BYTES:
                 submission = decode_submission(data)
-                span = self.begin(entry, submission, entry.attempt, engine, taken_ns)
+                span = self.begin(entry, submission, entry.attempt, engine)
                 span.event(FinalEvent(attempt=entry.attempt, seq=0, status="rejected", error=failure))
                 span.end()
 

@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -375,7 +376,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
             return _refuse(error)
         if stranger := await _stranger(bus, info):
             return _refuse(stranger)
-        adapter = Adapter(engine, info, bus, _settings(options), _spans(options, info, held))
+        adapter = Adapter(engine, info, bus, replace(_settings(options), spans=_spans(options, info, held)))
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, adapter)

@@ -60,7 +60,7 @@ async def test_a_trace_has_its_wait_and_its_run_below_the_span_of_the_submission
     client: Client, bus: Bus, recorded: Recorded
 ) -> None:
     spans, exporter = recorded
-    async with serving(bus, free(), info(engine="the-engine"), spans):
+    async with serving(bus, free(), info(engine="the-engine"), spans=spans):
         await client.models.get("tiny", timeout=PATIENCE)
         span = await ran(client, exporter, "hello", acts, max_tokens=5, temperature=0.5, trace_id="mine")
     (queued,) = named(exporter, "queue tiny")
@@ -154,7 +154,7 @@ async def test_an_attempt_on_each_engine_has_a_span_below_the_same_one(
     monkeypatch.setattr(recovery, "PATIENCE_S", 0.1)
     spans, exporter = recorded
     gate = Gate()
-    async with serving(bus, dying := ScriptedEngine(gate), info(engine="first"), spans) as first:
+    async with serving(bus, dying := ScriptedEngine(gate), info(engine="first"), spans=spans) as first:
         await client.models.get("tiny", timeout=PATIENCE)
         with use_span(NonRecordingSpan(CALLER)):
             trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True)
@@ -163,7 +163,7 @@ async def test_an_attempt_on_each_engine_has_a_span_below_the_same_one(
         await some(trace, 5)
         dying.die()
         await first.ended.wait()
-        async with serving(bus, free(), info(engine="second"), spans):
+        async with serving(bus, free(), info(engine="second"), spans=spans):
             await whole(client, trace.id, "hello", 20)
             await until(lambda: len(named(exporter, "text_completion tiny")) == 2)
     await trace.aclose()
@@ -255,7 +255,7 @@ async def test_an_attempt_that_is_not_sampled_passes_its_context_on(bus: Bus) ->
     provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     context = {"traceparent": f"00-{CALLER.trace_id:032x}-{CALLER.span_id:016x}-00"}
     entry = Taken("t", {}, 0.0)
-    span = TraceSpans(provider.get_tracer("t")).begin(entry, submission("t", context=context), 1, "e", 1)
+    span = TraceSpans(provider.get_tracer("t")).begin(entry, submission("t", context=context), 1, "e")
     assert not span.recording
     assert span.context["traceparent"].startswith(f"00-{CALLER.trace_id:032x}-")
     assert span.context["traceparent"].endswith("-00")
@@ -263,7 +263,7 @@ async def test_an_attempt_that_is_not_sampled_passes_its_context_on(bus: Bus) ->
 
 def test_a_trace_that_is_slowed_tells_so(recorded: Recorded) -> None:
     spans, exporter = recorded
-    span = spans.begin(Taken("t", {}, 0.0), submission("t"), 1, "e", 1)
+    span = spans.begin(Taken("t", {}, 0.0), submission("t"), 1, "e")
     span.event(Lagging(attempt=1, seq=1, action="held", nbytes=7))
     span.end("EngineLost")
     (ended,) = exporter.get_finished_spans()
@@ -274,7 +274,7 @@ def test_a_trace_that_is_slowed_tells_so(recorded: Recorded) -> None:
 def test_of_two_finals_the_last_counts(recorded: Recorded) -> None:
     """Redis had no memory for the first."""
     spans, exporter = recorded
-    span = spans.begin(Taken("t", {}, 0.0), submission("t"), 1, "e", 1)
+    span = spans.begin(Taken("t", {}, 0.0), submission("t"), 1, "e")
     for status in ("finished", "failed"):
         span.event(Final(attempt=1, seq=1, status=status))  # type: ignore[arg-type]
     span.end()
