@@ -399,7 +399,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
 
 def _spans(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
     """What makes the traces' OpenTelemetry spans, exported until `held` is closed; `None` without `--tracing`."""
-    if options.exporter is None:
+    if not options.tracing:
         return None
     from tracewire_bus.span_export import SCOPE, exporting
     from tracewire_engine.adapter.trace_spans import TraceSpans
