@@ -7,6 +7,7 @@ client imports nothing of OpenTelemetry by itself, and costs nothing where no co
 from __future__ import annotations
 
 import sys
+from functools import cache
 from time import monotonic
 from typing import Any, Final
 
@@ -38,6 +39,14 @@ def client_span() -> ClientSpan | None:
     return ClientSpan()
 
 
+@cache
+def _tracer() -> Any:
+    """A tracer of the process's provider, which can be set once."""
+    from opentelemetry.trace import get_tracer
+
+    return get_tracer("tracewire")
+
+
 class ClientSpan:
     """The span of one trace: from its submission until its end was read, or until its handle is closed or forgotten."""
 
@@ -55,11 +64,11 @@ class ClientSpan:
 
     def begin(self, submission: Submission) -> dict[str, str]:
         """Start the span. Returns its W3C trace context, for the submission."""
-        from opentelemetry.trace import SpanKind, get_tracer, set_span_in_context
+        from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._begun, self._answered = monotonic(), False
-        self._span = get_tracer("tracewire").start_span(
+        self._span = _tracer().start_span(
             span_name(submission),
             context=self._parent,
             kind=SpanKind.CLIENT,
