@@ -12,11 +12,11 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import set_tracer_provider
 
-__all__ = ["Collector", "Received", "collector", "in_memory", "of_this_process", "span_id"]
+__all__ = ["Collector", "Received", "Stuck", "collector", "in_memory", "of_this_process", "span_id"]
 
 
 @dataclass(frozen=True)
@@ -133,3 +133,15 @@ def of_this_process() -> tuple[TracerProvider, InMemorySpanExporter]:
 def span_id(span: ReadableSpan) -> str:
     """A span's id in hexadecimal."""
     return f"{span.get_span_context().span_id:016x}"
+
+
+class Stuck(SpanExporter):
+    """An exporter whose collector does not answer until `released`."""
+
+    def __init__(self) -> None:
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def export(self, spans: object) -> SpanExportResult:
+        self.asked.set()
+        self.released.wait()
+        return SpanExportResult.FAILURE

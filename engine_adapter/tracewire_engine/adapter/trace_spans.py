@@ -116,7 +116,7 @@ class AttemptSpan:
     """The span of one attempt of a trace, until `end`. A trace of several prompts has a span for each below it.
 
     Attributes:
-        context: the span's W3C trace context, for what runs below it.
+        context: the span's W3C trace context, for the spans below it.
         log_fields: the span's ids, for the lines that are logged about it.
         recording: whether the span is sampled. Otherwise it needs no events.
     """

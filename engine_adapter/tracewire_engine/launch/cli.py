@@ -398,7 +398,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
 
 
 def _spans(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
-    """What makes the traces' OpenTelemetry spans, exported until `held` is closed; `None` without `--tracing`."""
+    """Makes the traces' OpenTelemetry spans, and exports them until `held` is closed; `None` without `--tracing`."""
     if not options.tracing:
         return None
     from tracewire_bus.span_export import SCOPE, exporting

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased
 
-from tests.support.spans import Collector, collector
+from tests.support.spans import Collector, Stuck, collector
 from tracewire_bus import span_export
 from tracewire_bus.span_export import exporting, otlp_exporter
 
@@ -51,18 +50,6 @@ def test_variables_that_do_not_go_together_are_an_error_at_once(monkeypatch: pyt
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1000000")
     with pytest.raises(ValueError, match="max_export_batch_size"):
         otlp_exporter()
-
-
-class Stuck(SpanExporter):
-    """An exporter whose collector does not answer until `released`."""
-
-    def __init__(self) -> None:
-        self.asked, self.released = threading.Event(), threading.Event()
-
-    def export(self, spans: object) -> SpanExportResult:
-        self.asked.set()
-        self.released.wait()
-        return SpanExportResult.FAILURE
 
 
 def test_a_collector_that_does_not_answer_holds_up_neither_spans_nor_the_end(

@@ -14,11 +14,11 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tests.support.served import submission
-from tests.support.spans import in_memory, span_id
+from tests.support.spans import Stuck, in_memory, span_id
 from tests.support.stepping import Gate, free, some, whole
 from tests.support.until import until
 from tracewire import Client, Final, Prompt, TraceRejected
-from tracewire_bus import recovery
+from tracewire_bus import recovery, span_export
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.json_logs import JsonFormatter
 from tracewire_bus.wire.messages import Block, Invoke, Lagging
@@ -31,7 +31,7 @@ CALLER = SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=
 
 @pytest.fixture
 def recorded() -> tuple[TraceSpans, InMemorySpanExporter]:
-    """What makes spans, and those that have ended."""
+    """The maker of an adapter's spans, and the spans that have ended."""
     provider, exporter = in_memory()
     return TraceSpans(provider.get_tracer("test")), exporter
 
@@ -301,6 +301,26 @@ async def test_what_is_logged_about_a_trace_has_the_ids_of_its_span(
     (line,) = lines
     assert line["otel_span_id"] == span_id(span)
     assert line["otel_trace_id"] == f"{CALLER.trace_id:032x}"
+
+
+async def test_a_collector_that_does_not_answer_stops_no_trace_and_no_adapter(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More traces than the queue of spans holds run to their ends while the exporter's thread waits."""
+    monkeypatch.setattr(span_export, "FLUSH_S", 0.01)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    stuck = Stuck()
+    try:
+        with span_export.exporting(stuck, "s", "i", "v") as provider:
+            async with serving(bus, free(), spans=TraceSpans(provider.get_tracer("test"))) as adapter:
+                await client.models.get("tiny", timeout=PATIENCE)
+                for number in range(30):
+                    await client.trace("tiny", f"{number}", acts, max_tokens=2).result()
+                assert stuck.asked.is_set()
+            assert adapter.ended.is_set()
+    finally:
+        stuck.released.set()
 
 
 async def test_an_engine_without_an_exporter_makes_no_span(client: Client, bus: Bus) -> None:
