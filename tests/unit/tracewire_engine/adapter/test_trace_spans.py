@@ -317,7 +317,7 @@ async def test_a_collector_that_does_not_answer_stops_no_trace_and_no_adapter(
                 await client.models.get("tiny", timeout=PATIENCE)
                 for number in range(30):
                     await client.trace("tiny", f"{number}", acts, max_tokens=2).result()
-                assert stuck.asked.is_set()
+                await until(stuck.asked.is_set)
             assert adapter.ended.is_set()
     finally:
         stuck.released.set()
