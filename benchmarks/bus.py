@@ -1,14 +1,15 @@
 """The bus alone: what a delta on every output costs when no model stands behind it.
 
     python -m benchmarks.bus [--traces 32] [--rate 100] [--subscribers 8] [--seconds 10] [--spread] [--text-only]
-        [--sweep] [--json]
+        [--tracing] [--sweep] [--json]
 
 A *scripted engine* (`benchmarks/scripted.py`) puts out a token of each trace `--rate` times a second, with a delta of
 one array of 512 bytes, at times that its own clock sets: it waits for nobody. The real adapter takes it from there;
 `--subscribers` subscribers of each trace, spread over `--processes` processes with one client each, fold what comes and
 check it against the manifest. Pacer, adapter, Redis and subscribers are processes of their own on one machine.
 
-With `--layers N`, what each token brings are the reads of N declared probes instead, of 4 KiB each.
+With `--layers N`, what each token brings are the reads of N declared probes instead, of 4 KiB each. With `--tracing`
+the adapter makes OpenTelemetry spans of the traces and exports them to a collector in the parent's process.
 
 `latency_ms` is from the pacer handing a token over to each subscriber's hands, of every token. Beside it, a bare XADD
 to XREAD BLOCK of the same size between two processes through the same Redis: `bare_ms`, in turns with the rounds, when
@@ -31,6 +32,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,21 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import zmq
+from opentelemetry.sdk.trace import TracerProvider
 
 import tracewire
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.scripted import ELEMENTS, WIDTH, Command, Pacer, ScriptedEngine, scripted_info
+from tests.support.spans import collector
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
+from tracewire_bus.span_export import exporting, otlp_exporter
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter, Settings
+from tracewire_engine.adapter.trace_spans import TraceSpans
 from tracewire_engine.launch.cli import LOOP
 from tracewire_engine.link.step_link import LinkReceiver
 
@@ -57,6 +63,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "scripted"
 #: The environment variable that names the folder of bulk to the adapter.
 BULK = "TRACEWIRE_BENCHMARK_BULK"
+#: The environment variable that tells the adapter to make spans.
+TRACING = "TRACEWIRE_BENCHMARK_TRACING"
 #: Rates that `--sweep` tries, in outputs a second a trace.
 RATES = (300, 250, 200, 170, 140, 120, 100, 80, 60, 50, 40, 30, 25, 20, 15, 10, 5)
 #: Bytes of an output's entry, about; what the bare round trip carries.
@@ -84,10 +92,14 @@ def adapter(folder: Path, url: str) -> None:
     settings = Settings(bulk=BulkSettings(Path(bulk), 32 * 1024, 4 << 30) if bulk else None)
 
     async def main() -> None:
-        with LinkReceiver() as link:
+        with LinkReceiver() as link, contextlib.ExitStack() as held:
+            spans = None
+            if os.environ.get(TRACING):
+                provider = held.enter_context(exporting(otlp_exporter(), "benchmark", "adapter", ""))
+                spans = TraceSpans(provider.get_tracer("benchmark"))
             engine = ScriptedEngine(folder, link)
             async with Bus.open(url) as bus, anyio.create_task_group() as group:
-                server = Adapter(engine, scripted_info(MODEL, 1024), bus, settings)
+                server = Adapter(engine, scripted_info(MODEL, 1024), bus, replace(settings, spans=spans))
                 group.start_soon(engine.receive)
                 group.start_soon(server.run)
                 say(ready=True)
@@ -402,6 +414,7 @@ def main() -> int:
         metavar="FOLDER",
         help="as of tracewire engine: outputs leave more than 32 KiB there",
     )
+    parser.add_argument("--tracing", action="store_true", help="the adapter makes and exports OpenTelemetry spans")
     parser.add_argument("--text-only", action="store_true", help="subscribers read the text and fold nothing")
     parser.add_argument("--sweep", action="store_true", help="go down from --rate until nothing queues")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -416,7 +429,12 @@ def main() -> int:
         parser.error(f"--processes: expected at most --subscribers ({options.subscribers}), got {options.processes}")
     if options.bulk:
         os.environ[BULK] = options.bulk
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
+        if options.tracing:
+            os.environ[TRACING] = "1"
+            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = held.enter_context(collector()).url
+            # The clients' traces are below it.
+            held.enter_context(TracerProvider().get_tracer("benchmark").start_as_current_span("all"))
         figures = anyio.run(measure, options, Path(folder))
     show(figures, as_json=options.json, width=28)
     return 0 if nothing_lost(figures) else 1

@@ -111,8 +111,8 @@ BUS = ("--traces", "2", "--subscribers", "2", "--processes", "2", "--rate", "20"
 
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--spread", "--text-only"), marks=pytest.mark.full)],
-    ids=["folded", "spread, text only"],
+    [("--tracing",), pytest.param(("--spread", "--text-only"), marks=pytest.mark.full)],
+    ids=["folded, with spans", "spread, text only"],
 )
 def test_bus(options: tuple[str, ...]) -> None:
     found = figures("bus", *BUS, *options)

@@ -47,6 +47,7 @@ _LIVE_CHANGES = "tests/unit/tracewire_engine/adapter/test_live_changes.py"
 _READ_DECODER = "tests/unit/tracewire_engine/adapter/test_read_decoder.py"
 _SERVICE_REDIS_LOSS = "tests/unit/tracewire_engine/adapter/test_service_redis_loss.py"
 _TRACE_LAG = "tests/unit/tracewire_engine/adapter/test_trace_lag.py"
+_SPANS = "tests/unit/tracewire_engine/adapter/test_trace_spans.py::test_"
 _STEP_LINK = "tests/unit/tracewire_engine/link/test_step_link.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
@@ -1045,5 +1046,35 @@ MUTANTS = (
         "                    store.forget(trace)\n",
         "                    pass\n",
         "tests/unit/tracewire_engine/adapter/test_bulk_writer.py::test_a_segment_goes_with_its_trace",
+    ),
+    _of(
+        f"{_SDK}/traces/trace.py",
+        "a-submission-has-no-span-s-context",
+        "submission = msgspec.structs.replace(submission, context=self._span.begin(submission))",
+        "self._span.begin(submission)",
+        "tests/unit/tracewire/traces/test_client_span.py::test_a_trace_has_a_span_and_sends_its_context",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/intake.py",
+        "a-lost-attempt-s-span-is-no-error",
+        '        return "EngineLost" if self._lifecycle.lost else "EngineShutdown"\n',
+        '        return ""\n',
+        _SPANS + "an_attempt_on_each_engine_has_a_span_below_the_same_one",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/trace_spans.py",
+        "of-two-finals-the-first-counts",
+        "            self._final = event\n",
+        "            self._final = self._final or event\n",
+        _SPANS + "of_two_finals_the_last_counts",
+    ),
+    _of(
+        f"{_BUS}/span_export.py",
+        "an-ending-process-waits-for-its-collector",
+        "        ending.join(FLUSH_S)\n",
+        "        ending.join()\n",
+        "tests/unit/tracewire_bus/test_span_export.py::"
+        "test_a_collector_that_does_not_answer_holds_up_neither_spans_nor_the_end",
+        hangs=True,
     ),
 )

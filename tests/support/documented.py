@@ -52,6 +52,10 @@ RUN_BY = {
     "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",
     "tracewire models": _CLI + "engines.py::test_models_lists_what_is_served",
     "tracewire gateway": _CLI + "gateway.py::test_a_process_serves_until_sigterm",
+    "tracewire gateway --url redis://localhost --tracing": (
+        _CLI + "gateway.py::test_a_request_s_spans_are_one_tree_from_the_gateway_to_the_final"
+    ),
+    "tracewire engine MODEL --url redis://localhost --tracing": "tests/e2e/serving/test_spans.py::*",
     "tracewire gateway --new-key": _CLI + "gateway.py::test_a_new_key_can_be_used",
     "tracewire harvest": "tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",
     "tracewire watch": _CLI + "traces.py::test_watch_prints_a_trace_to_its_end",
@@ -89,6 +93,7 @@ RUN_BY_NONE = {
     "kubectl": _CLUSTER,
     'echo "--from-literal=': _CLUSTER,
     "cd deploy && kustomize": _CLUSTER,
+    'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "pip install kubernetes-validate": "asks a package registry",
     "kubernetes-validate": "needs a program that no lock holds; tests/e2e/parallel/test_deployment.py reads them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -66,6 +67,7 @@ class Taken(msgspec.Struct, frozen=True):
         tries: how many engines may be lost over it.
         lost: how many engines were lost over it.
         why: why it left the last engine that had it; `""` on the first attempt.
+        taken_at: when it came from Redis, in seconds since the epoch by this machine's clock; 0 if that is not known.
     """
 
     trace: str
@@ -75,6 +77,7 @@ class Taken(msgspec.Struct, frozen=True):
     tries: int = 1
     lost: int = 0
     why: str = ""
+    taken_at: float = 0.0
 
 
 @lru_cache(maxsize=256)
@@ -91,7 +94,8 @@ def taken_entry(guard: Guard, key: str, reply: Sequence[Any]) -> Taken:
     trace, schema, micros, data, attempt, tries, lost, why = reply
     fields = {b"v": schema, b"t": trace} | ({} if data is None else {b"d": data})
     queued = guard.read(integer, micros, key=key, entry=trace) or 0
-    return Taken(to_text(trace), fields, queued / 1e6, attempt, tries, lost, why.decode("utf-8", "replace"))
+    why = why.decode("utf-8", "replace")
+    return Taken(to_text(trace), fields, queued / 1e6, attempt, tries, lost, why, time.time())
 
 
 def to_text(raw: bytes) -> str:

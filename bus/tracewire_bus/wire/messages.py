@@ -357,6 +357,8 @@ class Submission(Message):
     `edits` names the standing interventions that the submission asks for (`Edit`); `None` and an empty list differ.
     With `token_strings` the engine sends a string with each token id: of prompts, outputs and logit lenses. `on_lag`
     says what the engine does while Redis takes the trace's events more slowly than it makes them (`Lagging`).
+    `context` is the W3C trace context of the submitter's OpenTelemetry span: `traceparent`, and `tracestate` if there
+    is one. Engines ignore other fields of it.
     """
 
     trace: str

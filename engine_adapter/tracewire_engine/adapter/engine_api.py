@@ -62,6 +62,8 @@ class Prepared(msgspec.Struct):
     parsers: list[MessageParser] = []
     #: Arguments of vLLM's about reasoning.
     reasoning: dict[str, Any] = {}
+    #: The W3C trace context for vLLM's own spans, if vLLM makes any.
+    context: dict[str, str] | None = None
 
 
 class MessageParser(Protocol):

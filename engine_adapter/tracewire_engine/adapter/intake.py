@@ -154,6 +154,8 @@ class Intake:
             return validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
             failure = refusal(error)
+            if self._services.spans is not None and isinstance(error, Rejection):
+                self._services.spans.refuse(entry, failure, self._info.engine)
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
@@ -240,13 +242,28 @@ class Intake:
             finally:
                 if run.live is not None:
                     self._services.steering.over(run.live)
+                if run.span is not None:
+                    run.span.end(self._fate(run))
         finally:
             del self._claims.runs[trace]
             self._claims.entries.pop(trace, None)
             self._services.writer.forget(trace)
 
+    def _fate(self, run: TraceRun) -> str:
+        """The type of the error by which an attempt has ended without a final of its own; empty if it has one."""
+        if run.fenced:
+            return "Fenced"
+        if run.ended:
+            return ""
+        return "EngineLost" if self._lifecycle.lost else "EngineShutdown"
+
     def _run_of(self, entry: Taken, validated: Validated, edits: list[RequestEdits], opened: Opened) -> TraceRun:
         submission = validated.submission
+        span = None
+        if self._services.spans is not None:
+            span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine)
+            # vLLM's own spans stand below it.
+            submission = msgspec.structs.replace(submission, context=span.context)
         live: LiveTrace | None = None
         if submission.live != _NO_LIVE:
             if opened.version:
@@ -265,6 +282,7 @@ class Intake:
             why=entry.why,
             live=live,
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
+            span=span,
         )
         run = TraceRun(self._services, attempt)
         if opened.cancelled is not None:
@@ -278,6 +296,8 @@ class Intake:
         self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
     ) -> None:
         add_log_fields(trace_id=entry.trace, client=submission.client, engine=self._services.info.engine)
+        if run.span is not None:
+            add_log_fields(**run.span.log_fields)
         timer: asyncio.TimerHandle | None = None
         if opened.left_s is not None:
             message = f"the trace's deadline, {submission.deadline_s or 0:g} s after it was queued, has passed"

@@ -105,6 +105,7 @@ class Adapter:
             retention=self._retention,
             bulk=self._bulk,
             standing=self._standing,
+            spans=settings.spans,
         )
         self._intake = Intake(
             bus, services, self._validator, self._claims, self._control, self.plain, self._lifecycle, settings

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .bulk_writer import BulkSettings
 from .pending import REPORT_S
+
+if TYPE_CHECKING:
+    from .trace_spans import TraceSpans
 
 __all__ = ["Settings"]
 
@@ -28,6 +32,8 @@ class Settings:
     blob_threshold: int = THRESHOLD_BYTES
     #: The settings of the bulk store for large saves; `None`: all saves go to Redis.
     bulk: BulkSettings | None = None
+    #: Makes the traces' OpenTelemetry spans; `None`: the adapter makes none.
+    spans: TraceSpans | None = None
     #: About how many events, and how many bytes of them as they were encoded, a trace's stream keeps (0: any number).
     retain_events: int = 0
     retain_bytes: int = 0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -62,6 +62,9 @@ from .trace_lag import RequestPause, TraceLag
 from .trace_stream import UNNUMBERED, RawAccepted, RawFinal, TraceStream
 from .validation import Blocks
 
+if TYPE_CHECKING:
+    from .trace_spans import AttemptSpan, TraceSpans
+
 __all__ = ["Attempt", "RunServices", "TraceRun", "first"]
 
 logger = logging.getLogger("tracewire")
@@ -89,6 +92,8 @@ class RunServices:
     retention: Retention
     bulk: BulkWriter | None
     standing: StandingEdits
+    #: Makes the traces' OpenTelemetry spans, if the adapter makes any.
+    spans: TraceSpans | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,13 @@ class Attempt:
     live: LiveTrace | None
     #: Closes the record to changes of live parameters, and returns all changes that the record has accepted.
     close: Callable[[], Awaitable[list[bytes]]]
+    #: The attempt's OpenTelemetry span, if there is one.
+    span: AttemptSpan | None = None
+
+    @property
+    def observer(self) -> Callable[[Event], None] | None:
+        """Takes each event of the attempt for its span, if the span is sampled."""
+        return self.span.event if self.span is not None and self.span.recording else None
 
 
 class TraceRun:
@@ -115,16 +127,16 @@ class TraceRun:
 
     def __init__(self, services: RunServices, attempt: Attempt) -> None:
         submission = attempt.submission
-        self._engine = services.engine
-        self._info = services.info
-        self._pending = services.pending
-        self._reports = services.reports
+        self._engine, self._info = services.engine, services.info
+        self._pending, self._reports = services.pending, services.reports
         self._names = services.names
         self._blobs = services.blobs
         self._standing = services.standing
         tally = services.retention.tally(submission.trace, attempt.number)
         bulk = services.bulk.of_trace(submission.trace) if services.bulk is not None else None
         self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
+        self.span = attempt.span
+        self._stream.observer = attempt.observer
         self._submission = submission
         self.trace = submission.trace
         self._attempt = attempt

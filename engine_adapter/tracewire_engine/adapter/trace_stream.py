@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -79,6 +79,8 @@ class TraceStream:
         self._attempt = attempt
         self._tally = tally
         self.bulk = bulk
+        #: Is called with each event as it is queued, if it is set.
+        self.observer: Callable[[Event], None] | None = None
         #: The number of the last event, -1 before the first.
         self.seq = -1
         #: Whether a final event has been queued.
@@ -135,6 +137,8 @@ class TraceStream:
             lifecycle=self._lifecycle(event) if type(event) in _LIFECYCLE else None,
         )
         self.seq += 1
+        if self.observer is not None:
+            self.observer(event)
         if self._tally is not None:
             # The stream expires after its end, so retention would gain nothing from it.
             self._tally.over = self._tally.over or final

@@ -17,6 +17,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tracewire_bus.domain.span_attributes import w3c_context
 from tracewire_bus.wire.messages import NO_MEDIA, Invoke, StopWhen, Submission
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
@@ -188,6 +189,8 @@ class VllmEngine:
         self._chats = Chats(self.llm, chats or ChatOptions())
         self._constraints = ConstraintChecks(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
+        #: Whether vLLM makes OpenTelemetry spans (`--otlp-traces-endpoint`). Otherwise it warns of contexts.
+        self._has_spans = self.llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         #: The outputs of requests with a block, by request id, while another object refers to them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
 
@@ -248,6 +251,7 @@ class VllmEngine:
             lora=lora,
             parsers=[*chat.parsers(params.n or 1)] if chat is not None else [],
             reasoning=chat.reasoning if chat is not None else {},
+            context=w3c_context(submission.context) if self._has_spans else None,
         )
 
     def _lora(self, invoke: Invoke, where: str) -> Any:
@@ -307,6 +311,7 @@ class VllmEngine:
                 collector = await self.llm.add_request(
                     *(request, prepared.prompt, prepared.params),
                     lora_request=prepared.lora,
+                    trace_headers=prepared.context,
                     priority=priority,
                     **prepared.reasoning,
                 )

@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,12 +43,15 @@ from .secret import API_KEY, Given, hub_token, shown
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
     from tracewire_engine.adapter.bulk_writer import BulkSettings
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.settings import Settings
+    from tracewire_engine.adapter.trace_spans import TraceSpans
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
 __all__ = ["LOOP", "demo_model", "main", "settle_memory"]
@@ -130,8 +134,9 @@ def _adapter(
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
         _check_bulk(options)
+        options.exporter = _exporter(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
-        # A ValueError is about the Redis URL, chats, or the address or an option of the HTTP server.
+        # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
@@ -183,7 +188,8 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
         if options.kv_cache_memory_bytes is None:
             options.kv_cache_memory_bytes = 512 * 1024 * 1024
     options.name = options.name or Path(options.model).name
-    options.disable_log_stats = not options.log_stats
+    # vLLM makes its spans of its statistics. At our level of logging it logs them only when asked to.
+    options.disable_log_stats = not (options.log_stats or options.otlp_traces_endpoint)
     return options
 
 
@@ -244,6 +250,21 @@ def _check_bulk(options: argparse.Namespace) -> None:
     check_folder(settings.folder)
     if settings.archive:
         check_archive(settings.archive)
+
+
+def _exporter(options: argparse.Namespace) -> SpanExporter | None:
+    """The exporter of OpenTelemetry spans; `None` without `--tracing`. Made before vLLM changes the environment.
+
+    Raises:
+        ValueError: the extra `tracing` is not installed, or an environment variable of OpenTelemetry is malformed.
+    """
+    if not options.tracing:
+        return None
+    try:
+        from tracewire_bus.span_export import otlp_exporter
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--tracing needs {error.name}: pip install 'tracewire[tracing]'") from error
+    return otlp_exporter()
 
 
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
@@ -355,7 +376,7 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
             return _refuse(error)
         if stranger := await _stranger(bus, info):
             return _refuse(stranger)
-        adapter = Adapter(engine, info, bus, _settings(options))
+        adapter = Adapter(engine, info, bus, replace(_settings(options), spans=_spans(options, info, held)))
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, adapter)
@@ -374,6 +395,17 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
                 _give_up(engine.model, "it does not answer")
             group.cancel_scope.cancel()
     return 1 if adapter.lost else 0
+
+
+def _spans(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
+    """Makes the traces' OpenTelemetry spans, and exports them until `held` is closed; `None` without `--tracing`."""
+    if not options.tracing:
+        return None
+    from tracewire_bus.span_export import SCOPE, exporting
+    from tracewire_engine.adapter.trace_spans import TraceSpans
+
+    provider = held.enter_context(exporting(options.exporter, "tracewire-engine", info.engine, info.versions.tracewire))
+    return TraceSpans(provider.get_tracer(SCOPE, info.versions.tracewire))
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -266,6 +266,11 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> N
         "--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)"
     )
     group.add_argument(
+        "--tracing",
+        action="store_true",
+        help="send OpenTelemetry spans of traces, as the variables OTEL_* say; vLLM's own take --otlp-traces-endpoint",
+    )
+    group.add_argument(
         "--log-stats",
         action="store_true",
         help="log vLLM's statistics, a line every ten seconds (costs throughput)",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,9 @@ def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=0, metavar="N", help="requests that one key may run at once (default: any)")
     add("--drain", type=float, default=30.0, metavar="SECONDS", help="how long SIGTERM lets requests run (default: 30)")
     add("--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)")
+    add(
+        "--tracing", action="store_true", help="send OpenTelemetry spans, as the variables OTEL_* say (docs/tracing.md)"
+    )
     add("--new-key", metavar="NAME", help="print a new key and its entry for the file of keys, and serve nothing")
     rights = "rights of the new key, separated by commas (default: read,steer,submit)"
     add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
@@ -74,6 +82,7 @@ async def _gateway(options: argparse.Namespace) -> int:
             body_bytes=options.body_limit,
             concurrency=options.concurrency,
             drain_s=options.drain,
+            tracing=options.tracing,
         )
         binding = Binding(
             host=options.host,
@@ -82,6 +91,7 @@ async def _gateway(options: argparse.Namespace) -> int:
             certificate_key=options.tls_key,
             client_ca=options.tls_client_ca,
         )
+        tracing = _exporting_spans() if options.tracing else nullcontext()
         server = Server(settings, binding)
     except InvalidKeys as error:
         print(f"tracewire: {options.keys or '--new-key'}: {error}", file=sys.stderr)
@@ -93,8 +103,35 @@ async def _gateway(options: argparse.Namespace) -> int:
     # uvicorn stops at these, and raises them again when it has stopped.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    await server.run_bound(lambda: print(f"ready {server.url}", flush=True))
+    with tracing:
+        await server.run_bound(lambda: print(f"ready {server.url}", flush=True))
     return 0 if server.started else 1
+
+
+def _exporting_spans() -> AbstractContextManager[None]:
+    """Exports the spans of this process while the returned context is entered.
+
+    Raises:
+        LibraryMissing: the extra `tracing` is not installed.
+        ValueError: an environment variable of OpenTelemetry is malformed.
+    """
+    try:
+        from opentelemetry.trace import set_tracer_provider
+
+        from tracewire_bus.span_export import exporting, otlp_exporter
+    except ModuleNotFoundError as error:
+        raise LibraryMissing("tracewire gateway --tracing", error.name or "opentelemetry", "tracing") from error
+    exporter = otlp_exporter()
+
+    @contextmanager
+    def exported() -> Iterator[None]:
+        instance = f"{socket.gethostname()}:{os.getpid()}"
+        with exporting(exporter, "tracewire-gateway", instance, version("tracewire")) as provider:
+            # The client of the gateway takes its tracer from here, too.
+            set_tracer_provider(provider)
+            yield
+
+    return exported()
 
 
 def _new_key(options: argparse.Namespace) -> int:

@@ -65,12 +65,17 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             yield
 
     middleware = [Middleware(Guard)]
+    if settings.tracing:
+        # Here, since only `--tracing` needs the extra.
+        from .server_spans import ServerSpans
+
+        middleware.insert(0, Middleware(ServerSpans))
     if settings.cors:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "If-Match", "Last-Event-ID"],
+            allow_headers=["Authorization", "Content-Type", "If-Match", "Last-Event-ID", "traceparent", "tracestate"],
             expose_headers=["ETag", "Location", "Retry-After", "Tracewire-Trace-Id"],
         )
         middleware.insert(0, cors)

@@ -28,6 +28,7 @@ class Settings:
         body_bytes: limit on a request's body, for keys that name none.
         concurrency: limit on concurrent requests of one key, for keys that name none; 0 for no limit.
         inline_bytes: limit on the arrays of one answer that the gateway downloads to inline them.
+        tracing: whether each request has an OpenTelemetry span, of the process's tracer provider.
     """
 
     url: str | None = None
@@ -45,3 +46,4 @@ class Settings:
     body_bytes: int = 32 * 1024 * 1024
     concurrency: int = 0
     inline_bytes: int = 64 * 1024 * 1024
+    tracing: bool = False

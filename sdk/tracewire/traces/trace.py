@@ -23,6 +23,7 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.messages import Status, Submission
 
 from . import control
+from .client_span import client_span
 from .ending import Ending
 from .event_reader import EventReader
 from .event_stream import EventStream
@@ -78,6 +79,7 @@ class Trace(EventStream[Item]):
         self._accepted: Accepted | None = None
         self._final: Final | None = None
         self._ended: Ending | None = None
+        self._span = client_span()
 
     @property
     def id(self) -> str:
@@ -137,7 +139,9 @@ class Trace(EventStream[Item]):
         self._session.presence.do_not_cancel(self.id)
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            if self._span is not None:
+                self._span.fail(error)
             if self._unconfirmed:
                 self._cancel_later("its submission was not confirmed in time")
             raise
@@ -148,6 +152,8 @@ class Trace(EventStream[Item]):
 
     async def _start(self) -> None:
         bus, presence, submission = self._session.open_bus(), self._session.presence, self._submission
+        if self._span is not None:
+            submission = msgspec.structs.replace(submission, context=self._span.begin(submission))
         if not submission.detach:
             with bus_errors():
                 submission = msgspec.structs.replace(submission, lease=await presence.lease())
@@ -187,6 +193,8 @@ class Trace(EventStream[Item]):
             return
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
+        if self._span is not None:
+            self._span.end()
         if leaving and not self._submission.detach and not self._fold.finished:
             await self._cancel_as_left()
 
@@ -343,6 +351,8 @@ class Trace(EventStream[Item]):
         if self._accepted is None and not isinstance(event, Waiting):
             # An engine has it.
             self._session.presence.unguard(self.id)
+        if self._span is not None:
+            self._span.event(event, self._fold)
         if isinstance(event, Accepted):
             self._accepted = event
         elif isinstance(event, Final):

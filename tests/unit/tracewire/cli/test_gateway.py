@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import openai
 import pytest
 
 from tests.support import ROOT
+from tests.support.scripted_engine import ScriptedEngine, serving
+from tests.support.spans import collector
 from tests.unit.tracewire.cli.test_main import command
 from tracewire.gateway.keys import Keys
+from tracewire_bus.bus import Bus
+from tracewire_bus.span_export import exporting, otlp_exporter
+from tracewire_engine.adapter.trace_spans import TraceSpans
 
 Engine = Callable[..., Any]
 
@@ -80,6 +86,59 @@ async def test_a_process_serves_until_sigterm(engine: Engine, redis_url: str, pr
     finally:
         process.kill()
         process.wait()
+
+
+async def test_a_request_s_spans_are_one_tree_from_the_gateway_to_the_final(
+    bus: Bus, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway's process and the adapter each send theirs to a collector, by OTLP."""
+    caller = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    options = ["--url", redis_url, "--prefix", prefix, "--port", "0", "--drain", "1", "--tracing"]
+    with collector() as collected:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.url)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tracewire.cli", "gateway", *options], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        try:
+            assert process.stdout is not None
+            url = (await anyio.to_thread.run_sync(process.stdout.readline)).split()[1]
+            with exporting(otlp_exporter(), "tracewire-engine", "one", "1") as provider:
+                spans = TraceSpans(provider.get_tracer("tracewire"))
+                async with (
+                    serving(bus, ScriptedEngine(partial(anyio.sleep, 0)), spans=spans) as adapter,
+                    openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as api,
+                ):
+                    await adapter.serving.wait()
+                    answer = await api.completions.create(model="tiny", prompt="x", max_tokens=3, extra_headers=caller)
+                    assert answer.usage is not None
+                    assert answer.usage.completion_tokens == 3
+            process.send_signal(signal.SIGTERM)
+            assert await anyio.to_thread.run_sync(process.wait) == 0
+        finally:
+            process.kill()
+            process.wait()
+    request = collected.named("POST /v1/completions")
+    assert (request.trace, request.parent) == tuple(caller["traceparent"].split("-")[1:3])
+    assert collected.below(request) == ["text_completion tiny"]
+    (trace,) = (one for one in collected.spans if one.parent == request.id)
+    assert collected.below(trace) == ["queue tiny", "text_completion tiny"]
+    assert len(collected.spans) == 4
+    assert {one.trace for one in collected.spans} == {request.trace}
+    assert [one.service for one in (request, trace)] == ["tracewire-gateway"] * 2
+    for run in (one for one in collected.spans if one.parent == trace.id):
+        assert run.service == "tracewire-engine"
+        assert request.begin <= trace.begin <= run.begin
+        assert run.attributes["tracewire.trace_id"] == request.attributes["tracewire.trace_id"]
+
+
+async def test_tracing_without_its_extra_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "tracewire_bus.span_export", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert await command("gateway", "--url", "redis://localhost", "--port", "0", "--tracing") == 1
+    assert "--tracing needs opentelemetry.exporter" in (error := capsys.readouterr().err)
+    assert "pip install 'tracewire[tracing]'" in error
 
 
 def test_no_other_command_loads_what_the_gateway_needs() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ import pytest
 from tests.support.bus_engine import engine_info
 from tests.support.played_engine import PlayedEngine
 from tests.support.redis.proxy import proxy
-from tracewire_bus.bus import Bus
+from tests.support.served import submission
+from tests.support.spans import collector
+from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.launch import cli
-from tracewire_engine.launch.cli import _check_bulk, _settings, _stranger
+from tracewire_engine.launch.cli import _check_bulk, _exporter, _settings, _spans, _stranger
 from tracewire_engine.launch.options import add_options
 
 PATIENCE = 60
@@ -178,3 +182,28 @@ def test_bulk_that_cannot_be_kept_is_refused_before_the_model_loads(
 def test_bulk_that_can_be_kept_leaves_nothing_behind(tmp_path: Path) -> None:
     _check_bulk(parsed("--bulk", str(tmp_path / "new"), "--bulk-listen", "0.0.0.0:1", "--bulk-advertise", "h"))
     assert list((tmp_path / "new").iterdir()) == []
+
+
+async def test_the_spans_of_an_engine_are_exported_only_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncExitStack() as held:
+        given = parsed()
+        given.exporter = _exporter(given)
+        assert _spans(given, engine_info(), held) is None
+    with collector() as collected:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.url)
+        async with AsyncExitStack() as held:
+            given = parsed("--tracing")
+            given.exporter = _exporter(given)
+            # As vLLM does while the model loads, for its own spans.
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/nowhere")
+            spans = _spans(given, engine_info(), held)
+            assert spans is not None
+            spans.begin(Taken("t", {}, 0.0), submission("t"), 1, "e").end()
+    assert collected.named("text_completion tiny").service == "tracewire-engine"
+
+
+def test_tracing_without_its_extra_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tracewire_bus.span_export", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ValueError, match=r"--tracing needs opentelemetry\S+: pip install 'tracewire\[tracing\]'"):
+        _exporter(parsed("--tracing"))
