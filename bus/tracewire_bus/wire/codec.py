@@ -59,6 +59,7 @@ __all__ = [
     "encoded_size",
     "extend_encoded_list",
     "find_bulk",
+    "list_head",
     "request_schema_text",
     "schema_text",
     "with_deltas",
@@ -150,7 +151,7 @@ def encode_output(output: RawOutput) -> bytes | Pieces:
 def encode_deltas(steps: Sequence[msgspec.Raw | Pieces]) -> Pieces:
     """The encoded `deltas` of an output, of the encoded deltas of its steps."""
     head = b"\xdd" + len(steps).to_bytes(4, "big")
-    return Pieces([head, *flatten(step if type(step) is Pieces else bytes(step) for step in steps)])
+    return Pieces([head, *flatten([step if type(step) is Pieces else memoryview(step) for step in steps])])
 
 
 def encoded_size(steps: Sequence[msgspec.Raw | Pieces]) -> int:
@@ -189,18 +190,26 @@ def with_deltas(data: bytes | memoryview, deltas: bytes) -> bytes:
     return _encoder().encode(output)
 
 
-def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes | Pieces]) -> Pieces:
-    """An encoded list with more encoded items at its end."""
+def extend_encoded_list(raw: bytes | memoryview, more: bytes | memoryview) -> Pieces:
+    """An encoded list, with the items of another encoded list at its end."""
+    count, start = _list_start(raw)
+    added, start_of_more = _list_start(more)
+    return Pieces([list_head(count + added), memoryview(raw)[start:], memoryview(more)[start_of_more:]])
+
+
+def list_head(count: int) -> bytes:
+    """The bytes before the items of an encoded list of `count` items."""
+    return bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+
+
+def _list_start(raw: bytes | memoryview) -> tuple[int, int]:
+    """The number of items of an encoded list, and where the first of them begins."""
     first = raw[0]
     if first & 0xF0 == 0x90:
-        count, start = first & 0x0F, 1
-    elif first == 0xDC:
-        count, start = int.from_bytes(raw[1:3], "big"), 3
-    else:
-        count, start = int.from_bytes(raw[1:5], "big"), 5
-    count += len(more)
-    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
-    return Pieces([head, raw[start:], *flatten(more)])
+        return first & 0x0F, 1
+    if first == 0xDC:
+        return int.from_bytes(raw[1:3], "big"), 3
+    return int.from_bytes(raw[1:5], "big"), 5
 
 
 @overload

@@ -22,7 +22,7 @@ def folded(reads: ChoiceReads, tokens: int) -> dict[str, Any]:
     """What a consumer holds of the reads of a choice's first tokens, compared with their manifest."""
     fold = Fold()
     for index in range(tokens):
-        deltas = DELTAS(bytes(extend_encoded_list(b"\x90", reads.steps[index])))
+        deltas = DELTAS(reads.steps[index])
         fold.apply(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[0], deltas=[deltas]))
     columns = reads.columns_manifest(0, 0, tokens)
     manifest = reads.manifest(0, tokens)
@@ -46,7 +46,7 @@ def test_a_stop_condition_counts_steps_in_a_row() -> None:
 
 def test_an_append_follows_a_set_and_lists_join() -> None:
     encoded = msgspec.msgpack.encode([Append(path=("a",), items=[1])])
-    more = [msgspec.msgpack.encode(Append(path=(f"n{number}",), items=[number])) for number in range(20)]
+    more = msgspec.msgpack.encode([Append(path=(f"n{number}",), items=[number]) for number in range(20)])
     found = DELTAS(bytes(extend_encoded_list(encoded, more)))
     assert [delta.path[0] for delta in found] == ["a", *(f"n{number}" for number in range(20))]
 
@@ -80,7 +80,7 @@ def test_all_reads_of_a_step_are_one_record() -> None:
     reads = ChoiceReads()
     for index in range(3):
         reads.take(index, step if index < 2 else apart, memoryview((values + index).tobytes()))
-    assert [len(deltas) for deltas in reads.steps.values()] == [1, 1, 1]
+    assert [len(DELTAS(deltas)) for deltas in reads.steps.values()] == [1, 1, 1]
     saves = folded(reads, 3)
     assert sorted(saves) == sorted(slot.name for slot in slots)
     for layer in range(16):
