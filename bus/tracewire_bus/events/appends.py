@@ -74,6 +74,8 @@ class Append(msgspec.Struct, eq=False):
     settle: tuple[Any, ...] | None
     #: The error that it failed with, or None, once it has ended. Cancelled with the caller that waits for it.
     outcome: Future[Exception | None]
+    #: The memory that it takes, in bytes.
+    size: int = 0
     #: Whether Redis may have it already, since a reply was lost.
     repeated: bool = False
     #: Whether Redis refused it for lack of memory.
@@ -81,16 +83,16 @@ class Append(msgspec.Struct, eq=False):
     #: Whether its queue entry is settled by a command of its own, after the batch.
     settles_late: bool = False
     ended: bool = False
+    #: When Redis acknowledged it, by the event loop's clock.
+    kept_at: float = 0.0
 
     @property
     def moving(self) -> bool:
         """Of a waiting append: whether it waits until a cluster has moved its slot."""
         return self.with_effects is not None and not self.refused
 
-    @property
-    def size(self) -> int:
-        """The memory that the append takes, in bytes."""
-        return len(self.data) + _OVERHEAD
+    def __post_init__(self) -> None:
+        self.size = len(self.data) + _OVERHEAD
 
     @property
     def large(self) -> bool:

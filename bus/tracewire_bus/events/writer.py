@@ -189,7 +189,9 @@ class Writer:
         key = keys.events(trace)
         with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
         settle = None if settles is None else settle_command(keys, *settles)
-        stream = self.restorer.stream(key, keys.record(trace), keys.firehose(keys.tag(trace)))
+        stream = self.restorer.streams.get(key)
+        if stream is None:
+            stream = self.restorer.add(key, Stream(keys.record(trace), keys.firehose(keys.tag(trace))))
         if attempt > stream.attempt:
             stream.attempt, stream.patient = attempt, True
         stream.over = False
@@ -333,7 +335,8 @@ class Writer:
         item.stream.under_way -= 1
         if item.final:
             item.stream.over = True
-        self.restorer.drop(item.key, item.stream)
+        if item.stream.over:
+            self.restorer.drop(item.key, item.stream)
         if not item.outcome.done():
             item.outcome.set_result(error)
 
@@ -407,7 +410,7 @@ class Writer:
                 item.repeated = True
                 again.append(item)
             elif not isinstance(outcome, Exception):
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 through.add(item.key)
             elif item.key in waiting:
@@ -420,7 +423,7 @@ class Writer:
             elif item.repeated and await self.restorer.holds(item):
                 # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 through.add(item.key)
             else:
@@ -466,7 +469,7 @@ class Writer:
         for item in items:
             if error is None and item.repeated and await self.restorer.holds(item):
                 item.settles_late = True
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")

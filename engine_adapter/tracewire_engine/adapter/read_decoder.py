@@ -203,8 +203,9 @@ class ChoiceReads:
         self._reads: StepReads | None = None
         self._plan = _Plan((), ())
         self._started: set[str] = set()
-        #: By index, how the step's items became deltas, with the digest of its record.
-        self._records: dict[int, tuple[_Plan, bytes]] = {}
+        #: By index, how the step's items became deltas, and the digest of its record.
+        self._planned_by: dict[int, _Plan] = {}
+        self._records: dict[int, bytes] = {}
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
         self._streaks = [0] * len(self._stops)
@@ -225,7 +226,8 @@ class ChoiceReads:
         else:
             values = plan.values(data)
             if plan.layout:
-                self._records[index] = plan, record_digest(plan.layout, *values)
+                self._planned_by[index] = plan
+                self._records[index] = record_digest(plan.layout, *values)
             single = self._take_single(index, plan.single, data) if plan.single else ()
             # The one copy of the values: `data` may change afterwards.
             self.steps[index] = b"".join((plan.head, *values, *single))
@@ -291,7 +293,7 @@ class ChoiceReads:
                 for name, found in self._digests[index]:
                     lists.setdefault(name, []).append(found)
         lengths: dict[str, int] = {}
-        for plan, steps in Counter(plan for index, (plan, _) in self._records.items() if index < tokens).items():
+        for plan, steps in Counter(plan for index, plan in self._planned_by.items() if index < tokens).items():
             for name in plan.names:
                 lengths[name] = lengths.get(name, 0) + steps
         entries = [(name, len(found), list_digest(found)) for name, found in lists.items()]
@@ -302,7 +304,7 @@ class ChoiceReads:
 
     def columns_manifest(self, invoke: int, choice: int, tokens: int) -> ColumnsManifest | None:
         """Covers the records of the first `tokens` tokens; `None` if there are none."""
-        digests = [self._records[index][1] for index in sorted(self._records) if index < tokens]
+        digests = [self._records[index] for index in sorted(self._records) if index < tokens]
         if not digests:
             return None
         return ColumnsManifest(invoke=invoke, choice=choice, records=len(digests), digest=list_digest(digests))
