@@ -404,14 +404,17 @@ class Writer:
                 # A server that was not ready did not settle the entry, so it is settled after the event.
                 behind = replies[place + 1]
                 item.settles_late = isinstance(behind, Exception) and is_transient(behind)
-            if item.key in held or (is_away(outcome) and item.key not in waiting):
+            if (held and item.key in held) or (is_away(outcome) and item.key not in waiting):
                 # Later events of the stream must stay behind it.
                 held.add(item.key)
                 item.repeated = True
                 again.append(item)
             elif not isinstance(outcome, Exception):
                 self.restorer.keep(item, self._loop.time())
-                await self._conclude(item)
+                if item.settles_late:
+                    await self._conclude(item)
+                else:
+                    self._end(item)
                 through.add(item.key)
             elif item.key in waiting:
                 waiting[item.key].append(item)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import anyio
 from redis import exceptions as redis
 
-__all__ = ["MORE", "Connection", "reason"]
+__all__ = ["MORE", "Connection", "checked", "reason"]
 
 #: The parser's result while a reply has not arrived completely.
 MORE: Final = object()
@@ -61,6 +61,14 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    async def read_replies(self, count: int) -> list[Any]:
+        """Read the next `count` replies. The reply to a command that the server refused is its `ResponseError`.
+
+        Raises:
+            redis.exceptions.ConnectionError: the connection broke, or the server cannot answer yet.
+            redis.exceptions.InvalidResponse: the server sent something that is not a reply.
+        """
+
     async def read_response(self) -> Any:
         """Read the next reply.
 
@@ -69,6 +77,10 @@ class Connection(ABC):
             redis.exceptions.ConnectionError: the connection broke.
             redis.exceptions.InvalidResponse: the server sent something that is not a reply.
         """
+        (reply,) = await self.read_replies(1)
+        if isinstance(reply, redis.ResponseError):
+            raise reply
+        return reply
 
     @abstractmethod
     async def disconnect(self, nowait: bool = True) -> None:
@@ -151,6 +163,17 @@ def _packed(command: Sequence[Any]) -> bytes:
 
     packed: bytes = pack_command(tuple(command))
     return packed
+
+
+def checked(reply: Any) -> Any:
+    """A reply as `Connection.read_replies` returns it.
+
+    Raises:
+        redis.exceptions.RedisError: it is an error other than a command's refusal.
+    """
+    if isinstance(reply, redis.RedisError) and not isinstance(reply, redis.ResponseError):
+        raise reply
+    return reply
 
 
 def reason(error: BaseException) -> str:
