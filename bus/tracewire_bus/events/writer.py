@@ -45,6 +45,7 @@ from tracewire_bus.wire.pieces import Pieces
 
 from .appends import (
     ENTRY_BYTES,
+    OVERHEAD,
     UNFINISHED_S,
     Append,
     EntryTooLarge,
@@ -183,8 +184,9 @@ class Writer:
         if self._task is None:
             raise anyio.ClosedResourceError
         id_ = event_id(attempt, seq, final=final)
-        if len(data) > ENTRY_BYTES:
-            raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
+        size = len(data)
+        if size > ENTRY_BYTES:
+            raise EntryTooLarge(f"event {attempt}-{seq} takes {size} bytes, an entry holds {ENTRY_BYTES}")
         keys = self._keys
         key = keys.events(trace)
         with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
@@ -197,7 +199,8 @@ class Writer:
         stream.over = False
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
         outcome = self._loop.create_future()
-        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome)
+        needed = size + OVERHEAD
+        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, needed)
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:

@@ -179,7 +179,11 @@ class PendingRecords:
     @property
     def nbytes(self) -> int:
         """The approximate memory of the unpublished reports, in bytes."""
-        return self._nbytes + sum(len(raw) for choice in self.choices for _, raw in choice.reads.blobs)
+        nbytes = self._nbytes
+        for choice in self.choices:
+            for _, raw in choice.reads.blobs:
+                nbytes += len(raw)
+        return nbytes
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""

@@ -408,11 +408,14 @@ class TraceRun:
             # No task waits for reports of this request. The workers sent a change's first token before its step began.
             self._reports.pull()
         first = len(request.token_ids[choice.index])
-        steps: list[msgspec.Raw | Pieces] = [_NO_DELTAS] * len(choice.token_ids)
-        sampled_at = time.time()
-        if request.pending is not None:
+        pending = None if request.pending is None else request.pending.choices[choice.index]
+        steps: list[msgspec.Raw | Pieces]
+        if request.pending is None or pending is None:
+            steps = [_NO_DELTAS] * len(choice.token_ids)
+            sampled_at = time.time()
+        else:
             steps = await request.pending.steps(choice.index, first, len(choice.token_ids))
-            sampled_at = request.pending.choices[choice.index].time
+            sampled_at = pending.time
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
@@ -423,15 +426,17 @@ class TraceRun:
             self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:
             request.done[choice.index] = True
-        if request.pending is not None and request.pending.choices[choice.index].reads.blobs:
+        if pending is not None and pending.reads.blobs:
             # The bus must have large arrays before the deltas that refer to them.
-            await request.pending.choices[choice.index].reads.upload(self._blobs, self.trace)
+            await pending.reads.upload(self._blobs, self.trace)
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:
             return
         await self._append(
             RawOutput(
-                **UNNUMBERED,
+                # As `UNNUMBERED`, which takes longer than all other fields together.
+                attempt=0,
+                seq=0,
                 invoke=request.invoke,
                 choice=choice.index,
                 index=first,
