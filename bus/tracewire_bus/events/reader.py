@@ -51,25 +51,29 @@ _BLOCK_SLOT_S: Final = 1.0
 class _Stream:
     """The reader's position in one stream, and weak references to its subscriptions."""
 
-    __slots__ = ("_references", "position")
+    __slots__ = ("after", "position", "references")
 
     def __init__(self, position: Id) -> None:
+        self.references: dict[int, weakref.ref[Subscription]] = {}
         self.position = position
-        self._references: dict[int, weakref.ref[Subscription]] = {}
+        #: The position as an entry's id.
+        self.after = f"{position[0]}-{position[1]}"
 
-    def __bool__(self) -> bool:
-        return bool(self._references)
+    def advance(self, position: Id, after: str) -> None:
+        """Note that the stream was read up to this entry, unless it was read further."""
+        if position > self.position:
+            self.position, self.after = position, after
 
     def add(self, subscription: Subscription) -> None:
-        key, references = id(subscription), self._references
+        key, references = id(subscription), self.references
         references[key] = weakref.ref(subscription, lambda _: references.pop(key, None))
 
     def discard(self, subscription: Subscription) -> None:
-        self._references.pop(id(subscription), None)
+        self.references.pop(id(subscription), None)
 
     def subscriptions(self) -> list[Subscription]:
         """The subscriptions that still exist."""
-        return [one for reference in list(self._references.values()) if (one := reference()) is not None]
+        return [one for reference in list(self.references.values()) if (one := reference()) is not None]
 
 
 class Reader:
@@ -161,7 +165,7 @@ class Reader:
         stream = self._streams.get(subscription.key)
         if stream is not None:
             stream.discard(subscription)
-            if not stream:
+            if not stream.references:
                 del self._streams[subscription.key]
         subscription.attached(False)
 
@@ -210,7 +214,7 @@ class Reader:
 
     async def _block(self) -> tuple[Any, dict[str, Id]]:
         """Wait for entries of any attached stream. Returns the reply and the positions after which it begins."""
-        for key in [key for key, stream in self._streams.items() if not stream]:
+        for key in [key for key, stream in self._streams.items() if not stream.references]:
             # The last subscription was garbage-collected without being closed.
             del self._streams[key]
         if not self._streams:
@@ -231,7 +235,7 @@ class Reader:
                         *("XREAD", "COUNT", max(2, min(PAGE, PAGES // len(asked)))),
                         *("BLOCK", round(self._block_s * 1000), "STREAMS"),
                         *asked,
-                        *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
+                        *[stream.after for stream in self._streams.values()],
                     ),
                     timeout_s=self._block_s + 10,
                 )
@@ -265,7 +269,8 @@ class Reader:
         if stream is None or not entries or asked > stream.position:
             # Detached meanwhile; or attached again at an earlier position, after which this reply would leave a gap.
             return
-        stream.position = max(stream.position, entries[-1][0])
+        last, entry = entries[-1]
+        stream.advance(last, entry.id)
         for subscription in stream.subscriptions():
             if not subscription.take(entries):
                 self.detach(subscription)

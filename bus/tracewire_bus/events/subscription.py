@@ -407,18 +407,22 @@ class Subscription:
 
     def take(self, entries: list[tuple[Id, Entry]], *, bounded: bool = True) -> bool:
         """Buffer the entries after the last one, while there is room. Returns whether there is room for more."""
+        buffer, last = self._buffer, self.last
         for id_, entry in entries:
-            if id_ <= self.last:
+            if id_ <= last:
                 continue
-            if bounded and (len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES):
-                self._arrived.notify()
-                return False
-            self._buffer.append((id_, entry))
+            if bounded and self._full:
+                break
+            buffer.append((id_, entry))
             self._bytes += len(entry.data)
-            self._last = id_
+            self._last = last = id_
             self._over = id_ >= _FINAL
         self._arrived.notify()
-        return not self._over and len(self._buffer) < _BUFFER_ENTRIES and self._bytes < _BUFFER_BYTES
+        return not self._over and not self._full
+
+    @property
+    def _full(self) -> bool:
+        return len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES
 
 
 async def tail_id(connections: Connections, key: str) -> str:

@@ -18,6 +18,8 @@ from redis import exceptions as redis
 
 __all__ = ["MORE", "Connection", "checked", "reason"]
 
+#: How much memory a parser keeps between two replies, in bytes.
+_PARSER_BYTES: Final = 1024 * 1024
 #: The parser's result while a reply has not arrived completely.
 MORE: Final = object()
 
@@ -148,7 +150,10 @@ class Connection(ABC):
         from hiredis import Reader
         from redis.asyncio.connection import DefaultParser
 
-        return Reader(protocolError=redis.InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=MORE)
+        parser = Reader(protocolError=redis.InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=MORE)
+        # By default hiredis allocates its buffer anew for each reply of more than 16 KiB.
+        parser.setmaxbuf(_PARSER_BYTES)
+        return parser
 
     def _keep_alive(self, raw: socket.socket) -> None:
         """Have the operating system notice a server that is gone, if the settings ask for that."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
 import msgspec
@@ -377,6 +377,7 @@ def request_schema_text() -> str:
     return f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1]}"
 
 
+@lru_cache(maxsize=64)
 def check_schema(text: str, known: tuple[int, int] = SCHEMA) -> None:
     """Check that this version can read messages of a schema, given as `"major.minor"`.
 
