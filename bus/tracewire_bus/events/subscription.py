@@ -131,10 +131,8 @@ class _Place(msgspec.Struct, array_like=True):
 _place = decoder(_Place)
 
 
-def _number(id_: Id, entry: Entry) -> Id | None:
-    """An event's attempt and number: its id, or for a final, the number inside the event. None if that is malformed."""
-    if id_ < _FINAL:
-        return id_
+def _number_in(entry: Entry) -> Id | None:
+    """The attempt and number inside an encoded event; None if they are malformed."""
     try:
         place = _place(entry.data)
     except msgspec.MsgspecError:
@@ -291,7 +289,8 @@ class Subscription:
     def _next_number(self) -> Id | None:
         """The number of the next buffered entry; None if entries are missing before it."""
         id_, entry = self._buffer[0]
-        number = _number(id_, entry)
+        # The id of a final has not its number.
+        number = id_ if id_ < _FINAL else _number_in(entry)
         if number is None or self._resync is None:
             return id_
         assert self._reached is not None

@@ -35,8 +35,9 @@ from .messages import (
     Snapshot,
     Submission,
 )
-from .packing import decoder
+from .packing import Decode, decoder
 from .pieces import LARGE_BYTES, Pieces, flatten
+from .refs import Loader
 
 __all__ = [
     "AnyEvent",
@@ -110,22 +111,22 @@ def _joined(value: Any) -> msgspec.Raw:
 
 
 @cache
-def _decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
+def _decoder(type_: Any) -> Decode:
     return decoder(type_)
 
 
 @cache
-def _event_decoder(output: type[OutputBase], shared: type[OutputBase]) -> Callable[[bytes | memoryview], Any]:
+def _event_decoder(output: type[OutputBase], shared: type[OutputBase]) -> Decode:
     return decoder(Union[Accepted, output, shared, Notice, Final])  # noqa: UP007  (variables)
 
 
 @cache
-def _plain_decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
+def _plain_decoder(type_: Any) -> Decode:
     return decoder(type_, plain=True)
 
 
 @cache
-def _deltas_decoder() -> Callable[[bytes | memoryview], Any]:
+def _deltas_decoder() -> Decode:
     # Cached under no argument: the type is slow to hash.
     return decoder(list[list[Delta]])
 
@@ -218,12 +219,15 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 @overload
 def decode_event(
-    data: bytes | memoryview, output: type[_OutputT], shared: type[_SharedT]
+    data: bytes | memoryview, output: type[_OutputT], shared: type[_SharedT], loader: Loader | None = None
 ) -> Accepted | _OutputT | _SharedT | Notice | Final: ...
 
 
 def decode_event(
-    data: bytes | memoryview, output: type[OutputBase] = DecodedOutput, shared: type[OutputBase] = DecodedShared
+    data: bytes | memoryview,
+    output: type[OutputBase] = DecodedOutput,
+    shared: type[OutputBase] = DecodedShared,
+    loader: Loader | None = None,
 ) -> Any:
     """Decode one event of a trace. Arrays in the event share memory with `data`.
 
@@ -231,13 +235,14 @@ def decode_event(
         data: the encoded event.
         output: the class to decode an output of a choice as.
         shared: the class to decode an output of the trace's shared values as.
+        loader: loads the large arrays to which the event refers.
 
     Raises:
         UnknownKind: the event is well-formed, and of a kind that only newer versions know.
         msgspec.ValidationError: a field has a wrong type.
         msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    event = _decode_event(_event_decoder(output, shared), data)
+    event = _decode_event(_event_decoder(output, shared), data, loader)
     if type(event) is Final:
         for _, _, deltas in event.deltas:
             _check_paths(deltas)
@@ -257,9 +262,9 @@ def decode_plain(data: bytes | memoryview) -> AnyEvent:
     return cast(AnyEvent, _decode_event(_plain_decoder(AnyEvent), data))
 
 
-def _decode_event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
+def _decode_event(decode: Decode, data: bytes | memoryview, loader: Loader | None = None) -> Any:
     try:
-        return decode(data)
+        return decode(data, loader)
     except msgspec.ValidationError:
         try:
             kind = _decoder(_Tag)(data).kind
@@ -270,14 +275,16 @@ def _decode_event(decode: Callable[[bytes | memoryview], Any], data: bytes | mem
         raise UnknownKind(kind) from None
 
 
-def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
+def decode_deltas(data: bytes | memoryview | msgspec.Raw, loader: Loader | None = None) -> list[list[Delta]]:
     """Decode an output's `deltas` field: one list of deltas a step. Arrays in them share memory with `data`.
+
+    `loader` loads the large arrays to which they refer.
 
     Raises:
         msgspec.ValidationError: `data` encodes something other than lists of deltas.
         msgspec.DecodeError: `data` is not msgpack, a delta has no valid path, or a value in it is malformed.
     """
-    steps = cast(list[list[Delta]], _deltas_decoder()(data))
+    steps = cast(list[list[Delta]], _deltas_decoder()(data, loader))
     for step in steps:
         _check_paths(step)
     return steps
@@ -315,8 +322,10 @@ def decode_change(data: bytes | memoryview) -> Change:
     return cast(Change, _decoder(Change)(data))
 
 
-def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapshot:
+def decode_snapshot(data: bytes | memoryview, *, plain: bool = False, loader: Loader | None = None) -> Snapshot:
     """Decode a snapshot of a trace's folded state. Arrays in it share memory with `data`.
+
+    `loader` loads the large arrays to which it refers.
 
     With `plain`, msgpack extensions (arrays, tuples, sets, ...) stay encoded, as `msgspec.msgpack.Ext`.
 
@@ -324,7 +333,7 @@ def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapsho
         msgspec.ValidationError: a field has a wrong type.
         msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Snapshot, (_plain_decoder(Snapshot) if plain else _decoder(Snapshot))(data))
+    return cast(Snapshot, (_plain_decoder(Snapshot) if plain else _decoder(Snapshot))(data, loader))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:

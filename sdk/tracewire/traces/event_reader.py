@@ -21,7 +21,6 @@ from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_range
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
-from tracewire_bus.wire.refs import loading_by
 
 from .large import LargeValues
 from .output import AnyEvent, Event, Gap, Output, Saving, Shared
@@ -120,8 +119,7 @@ class EventReader:
     def _decode(self, entry: Entry) -> AnyEvent | None:
         try:
             check_schema(entry.schema)
-            with loading_by(self._large.load):
-                event = decode_event(entry.data, Output, Shared)
+            event = decode_event(entry.data, Output, Shared, self._large.load)
         except NewerSchema as error:
             raise ClientTooOld(f"trace {self.trace_id}, event {entry.id}: {error}") from error
         except UnknownKind as error:
