@@ -14,7 +14,7 @@ from .errors import is_demoted, name_command
 from .scripts import with_text
 from .server import Transport, discard
 
-__all__ = ["AfterOthers", "Link", "pack_commands"]
+__all__ = ["AfterOthers", "Link", "pack_arguments", "pack_commands"]
 
 #: The time for the replies of one call, in seconds, after which the connection is closed.
 COMMAND_S: Final = 30.0
@@ -181,6 +181,11 @@ def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
             packed += _in_pieces(command)
             whole = False
     return b"".join(packed) if whole else Pieces(_coalesced(packed))
+
+
+def pack_arguments(*arguments: str) -> bytes:
+    """Arguments as they stand in a packed command, behind `*`, their number and a line break."""
+    return b"".join([b"$%d\r\n%b\r\n" % (len(data), data) for data in map(str.encode, arguments)])
 
 
 def _in_pieces(command: Sequence[Any]) -> Iterator[bytes | memoryview]:
