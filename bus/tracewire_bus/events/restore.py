@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import anyio
 
+from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import as_bus_error, is_full, is_transient
 from tracewire_bus.transport.pool import Connections
@@ -64,11 +65,13 @@ class Restorer:
         self._kept: deque[Append] = deque()
         self._kept_bytes = 0
 
-    def add(self, key: str, stream: Stream) -> Stream:
-        """Take the state of a stream that has none yet."""
-        self.streams[key] = stream
-        self._schedule_check(anyio.current_time())
-        return stream
+    def stream(self, key: str, keys: Keys, trace: str) -> Stream:
+        """The state of a trace's stream, whose key is `key`."""
+        found = self.streams.get(key)
+        if found is None:
+            found = self.streams[key] = Stream(keys.record(trace), keys.firehose(keys.tag(trace)))
+            self._schedule_check(anyio.current_time())
+        return found
 
     def drop(self, key: str, stream: Stream) -> None:
         """Drop the state of a stream if no more events come and none are kept or under way."""

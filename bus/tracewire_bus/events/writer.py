@@ -184,23 +184,19 @@ class Writer:
         if self._task is None:
             raise anyio.ClosedResourceError
         id_ = event_id(attempt, seq, final=final)
-        size = len(data)
-        if size > ENTRY_BYTES:
-            raise EntryTooLarge(f"event {attempt}-{seq} takes {size} bytes, an entry holds {ENTRY_BYTES}")
+        if len(data) > ENTRY_BYTES:
+            raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
         keys = self._keys
         key = keys.events(trace)
         with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
         settle = None if settles is None else settle_command(keys, *settles)
-        stream = self.restorer.streams.get(key)
-        if stream is None:
-            stream = self.restorer.add(key, Stream(keys.record(trace), keys.firehose(keys.tag(trace))))
+        stream = self.restorer.stream(key, keys, trace)
         if attempt > stream.attempt:
             stream.attempt, stream.patient = attempt, True
         stream.over = False
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
-        outcome = self._loop.create_future()
-        needed = size + OVERHEAD
-        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, needed)
+        outcome, size = self._loop.create_future(), len(data) + OVERHEAD
+        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, size)
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
@@ -338,8 +334,7 @@ class Writer:
         item.stream.under_way -= 1
         if item.final:
             item.stream.over = True
-        if item.stream.over:
-            self.restorer.drop(item.key, item.stream)
+        self.restorer.drop(item.key, item.stream)
         if not item.outcome.done():
             item.outcome.set_result(error)
 
@@ -414,10 +409,7 @@ class Writer:
                 again.append(item)
             elif not isinstance(outcome, Exception):
                 self.restorer.keep(item, self._loop.time())
-                if item.settles_late:
-                    await self._conclude(item)
-                else:
-                    self._end(item)
+                await self._conclude(item)
                 through.add(item.key)
             elif item.key in waiting:
                 waiting[item.key].append(item)

@@ -7,7 +7,7 @@ Encoders and decoders are built once, on first use. An event of a kind that only
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
@@ -152,7 +152,7 @@ def encode_output(output: RawOutput) -> bytes | Pieces:
 def encode_deltas(steps: Sequence[msgspec.Raw | Pieces]) -> Pieces:
     """The encoded `deltas` of an output, of the encoded deltas of its steps."""
     head = b"\xdd" + len(steps).to_bytes(4, "big")
-    return Pieces([head, *flatten([step if type(step) is Pieces else memoryview(step) for step in steps])])
+    return Pieces([head, *flatten([step if isinstance(step, Pieces) else memoryview(step) for step in steps])])
 
 
 def encoded_size(steps: Sequence[msgspec.Raw | Pieces]) -> int:

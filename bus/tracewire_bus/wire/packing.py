@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec

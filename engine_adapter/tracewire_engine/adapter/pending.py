@@ -240,11 +240,12 @@ class PendingRecords:
             return True
         return (not self._block or index in one.steps) and (not self._reads or index in one.reads.steps)
 
-    def _have_reported(self, one: PendingChoice, wanted: range) -> bool:
+    def _missing(self, one: PendingChoice, wanted: range) -> int | None:
+        """The first of these indices whose report has not come."""
         for index in wanted:
             if not self._has_reported(one, index):
-                return False
-        return True
+                return index
+        return None
 
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw | Pieces]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
@@ -258,13 +259,12 @@ class PendingRecords:
         one = self.choices[choice]
         one.asked = first
         wanted = range(first, first + count)
-        while not self._have_reported(one, wanted) and not one.complete(self._reads):
-            ended_at = one.ended_at
+        while (missing := self._missing(one, wanted)) is not None and not one.complete(self._reads):
+            ended_at = one.ended_at if one.ended_at in wanted else None
             # Each of them is checked: records that come by two ways may overtake each other.
-            if ended_at in wanted and self._have_reported(one, range(first, ended_at + 1)):
+            if ended_at is not None and self._missing(one, range(first, ended_at + 1)) is None:
                 break
             if self.given_up:
-                missing = next(index for index in wanted if not self._has_reported(one, index))
                 raise ReportMissing(f"the workers' report of token {missing} was lost")
             await self._wait_due()
         one.asked = first + count

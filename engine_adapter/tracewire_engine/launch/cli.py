@@ -12,6 +12,7 @@ Exit statuses: 0 after a drain, 2 if the command refuses its settings. If the en
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import math
@@ -307,8 +308,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
             gc.unfreeze()
 
 
-#: glibc's names of `mallopt`'s parameters: how much free memory at the heap's end goes back to the kernel, and from which
-#: size on a block is memory of its own, in bytes.
+#: Parameters of glibc's `mallopt`, and their values in bytes: how much free memory at the heap's end may stay, and from
+#: which size on a block is a mapping of its own.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 
 
