@@ -56,7 +56,7 @@ from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.adapter.trace_spans import TraceSpans
-from tracewire_engine.launch.cli import LOOP
+from tracewire_engine.launch.cli import LOOP, settle_memory
 from tracewire_engine.link.step_link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +92,7 @@ def adapter(folder: Path, url: str) -> None:
     settings = Settings(bulk=BulkSettings(Path(bulk), 32 * 1024, 4 << 30) if bulk else None)
 
     async def main() -> None:
+        settle_memory()
         with LinkReceiver() as link, contextlib.ExitStack() as held:
             spans = None
             if os.environ.get(TRACING):

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import normalize, substitute_live
-from tracewire_bus.wire.codec import extend_encoded_list
 from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
-from tracewire_engine.adapter.read_decoder import ChoiceReads, ReadDecoder
+from tracewire_engine.adapter.read_decoder import NO_READS, ChoiceReads, ReadDecoder
 from tracewire_engine.link.step_link import encode_changes
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
@@ -297,7 +296,7 @@ def play(seed: int, declared: DeclaredRequests) -> int:
 def compare(request: Request) -> None:
     fold = Fold()
     for index in range(request.tokens):
-        deltas = DELTAS(bytes(extend_encoded_list(b"\x90", request.reads.steps.get(index, ()))))
+        deltas = DELTAS(request.reads.steps.get(index, NO_READS))
         fold.apply(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[0], deltas=[deltas]))
     columns = request.reads.columns_manifest(0, 0, request.tokens)
     fold.apply(

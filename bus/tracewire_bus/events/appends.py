@@ -16,6 +16,7 @@ from tracewire_bus.wire.pieces import Pieces
 
 __all__ = [
     "ENTRY_BYTES",
+    "OVERHEAD",
     "UNFINISHED_S",
     "Append",
     "DeferredCommand",
@@ -38,7 +39,7 @@ UNFINISHED_S: Final = 7 * 24 * 3600
 #: Larger data, in bytes, does not pass through Lua, which would copy it twice, unless the event has effects.
 _INLINE_BYTES: Final = 64 * 1024
 #: About the memory of an `Append` besides its data, in bytes.
-_OVERHEAD: Final = 500
+OVERHEAD: Final = 500
 
 _AFTER: Final = Script("append_after")
 _APPEND: Final = Script("append_event")
@@ -74,6 +75,8 @@ class Append(msgspec.Struct, eq=False):
     settle: tuple[Any, ...] | None
     #: The error that it failed with, or None, once it has ended. Cancelled with the caller that waits for it.
     outcome: Future[Exception | None]
+    #: The memory that it takes, in bytes.
+    size: int
     #: Whether Redis may have it already, since a reply was lost.
     repeated: bool = False
     #: Whether Redis refused it for lack of memory.
@@ -81,16 +84,13 @@ class Append(msgspec.Struct, eq=False):
     #: Whether its queue entry is settled by a command of its own, after the batch.
     settles_late: bool = False
     ended: bool = False
+    #: When Redis acknowledged it, by the event loop's clock.
+    kept_at: float = 0.0
 
     @property
     def moving(self) -> bool:
         """Of a waiting append: whether it waits until a cluster has moved its slot."""
         return self.with_effects is not None and not self.refused
-
-    @property
-    def size(self) -> int:
-        """The memory that the append takes, in bytes."""
-        return len(self.data) + _OVERHEAD
 
     @property
     def large(self) -> bool:

@@ -30,6 +30,7 @@ from anyio.lowlevel import checkpoint
 
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import is_transient
+from tracewire_bus.transport.link import pack_arguments
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import OwnedTask
 
@@ -51,25 +52,32 @@ _BLOCK_SLOT_S: Final = 1.0
 class _Stream:
     """The reader's position in one stream, and weak references to its subscriptions."""
 
-    __slots__ = ("_references", "position")
+    __slots__ = ("after", "packed_after", "packed_key", "position", "references")
 
-    def __init__(self, position: Id) -> None:
-        self.position = position
-        self._references: dict[int, weakref.ref[Subscription]] = {}
+    def __init__(self, key: str, position: Id) -> None:
+        self.references: dict[int, weakref.ref[Subscription]] = {}
+        self.packed_key = pack_arguments(key)
+        self._move(position, f"{position[0]}-{position[1]}")
 
-    def __bool__(self) -> bool:
-        return bool(self._references)
+    def _move(self, position: Id, after: str) -> None:
+        #: The position, and the same as an entry's id. The id is packed here, and not for all streams with each read.
+        self.position, self.after, self.packed_after = position, after, pack_arguments(after)
+
+    def advance(self, position: Id, after: str) -> None:
+        """Note that the stream was read up to this entry, unless it was read further."""
+        if position > self.position:
+            self._move(position, after)
 
     def add(self, subscription: Subscription) -> None:
-        key, references = id(subscription), self._references
+        key, references = id(subscription), self.references
         references[key] = weakref.ref(subscription, lambda _: references.pop(key, None))
 
     def discard(self, subscription: Subscription) -> None:
-        self._references.pop(id(subscription), None)
+        self.references.pop(id(subscription), None)
 
     def subscriptions(self) -> list[Subscription]:
         """The subscriptions that still exist."""
-        return [one for reference in list(self._references.values()) if (one := reference()) is not None]
+        return [one for reference in list(self.references.values()) if (one := reference()) is not None]
 
 
 class Reader:
@@ -147,7 +155,7 @@ class Reader:
         """Attach a subscription, unless the reader's position is beyond the subscription's: then it must pull first."""
         stream = self._streams.get(subscription.key)
         if stream is None:
-            stream = self._streams[subscription.key] = _Stream(subscription.last)
+            stream = self._streams[subscription.key] = _Stream(subscription.key, subscription.last)
             self._added += 1
             self._wanted.set()
             self._poked.set()
@@ -161,7 +169,7 @@ class Reader:
         stream = self._streams.get(subscription.key)
         if stream is not None:
             stream.discard(subscription)
-            if not stream:
+            if not stream.references:
                 del self._streams[subscription.key]
         subscription.attached(False)
 
@@ -210,7 +218,7 @@ class Reader:
 
     async def _block(self) -> tuple[Any, dict[str, Id]]:
         """Wait for entries of any attached stream. Returns the reply and the positions after which it begins."""
-        for key in [key for key, stream in self._streams.items() if not stream]:
+        for key in [key for key, stream in self._streams.items() if not stream.references]:
             # The last subscription was garbage-collected without being closed.
             del self._streams[key]
         if not self._streams:
@@ -223,23 +231,27 @@ class Reader:
         if not asked:
             return (), asked
         self._known = self._added
+        command, packed = self._command()
         reply: Any = None
         try:
             with anyio.CancelScope() as self._wait:
-                (reply,) = await self._link.execute(
-                    (
-                        *("XREAD", "COUNT", max(2, min(PAGE, PAGES // len(asked)))),
-                        *("BLOCK", round(self._block_s * 1000), "STREAMS"),
-                        *asked,
-                        *(f"{attempt}-{seq}" for attempt, seq in asked.values()),
-                    ),
-                    timeout_s=self._block_s + 10,
-                )
+                (reply,) = await self._link.execute(command, timeout_s=self._block_s + 10, packed=packed)
         finally:
             self._wait = None
         if isinstance(reply, Exception):
             raise reply
         return reply or (), asked
+
+    def _command(self) -> tuple[tuple[str, ...], bytes]:
+        """The command that waits for entries of all streams, and the same packed."""
+        streams = self._streams.values()
+        count = max(2, min(PAGE, PAGES // len(streams)))
+        head = ("XREAD", "COUNT", str(count), "BLOCK", str(round(self._block_s * 1000)), "STREAMS")
+        command = (*head, *self._streams, *[stream.after for stream in streams])
+        packed = [b"*%d\r\n" % len(command), pack_arguments(*head)]
+        packed += [stream.packed_key for stream in streams]
+        packed += [stream.packed_after for stream in streams]
+        return command, b"".join(packed)
 
     async def _failed(self, error: Exception, backoff: Backoff) -> None:
         from redis.exceptions import TryAgainError
@@ -265,7 +277,8 @@ class Reader:
         if stream is None or not entries or asked > stream.position:
             # Detached meanwhile; or attached again at an earlier position, after which this reply would leave a gap.
             return
-        stream.position = max(stream.position, entries[-1][0])
+        last, entry = entries[-1]
+        stream.advance(last, entry.id)
         for subscription in stream.subscriptions():
             if not subscription.take(entries):
                 self.detach(subscription)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import anyio
 
+from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import as_bus_error, is_full, is_transient
 from tracewire_bus.transport.pool import Connections
@@ -60,16 +61,16 @@ class Restorer:
         self._deferred = deferred
         self._before = before
         self._schema = schema_text()
-        #: The acknowledged events with the time of their acknowledgement, oldest first.
-        self._kept: deque[tuple[float, Append]] = deque()
+        #: The acknowledged events, oldest first.
+        self._kept: deque[Append] = deque()
         self._kept_bytes = 0
 
-    def stream(self, key: str, record: str, lifecycle: str) -> Stream:
-        """The state of the stream of this key; `record` and `lifecycle` are the keys for a new one."""
+    def stream(self, key: str, keys: Keys, trace: str) -> Stream:
+        """The state of a trace's stream, whose key is `key`."""
         found = self.streams.get(key)
         if found is None:
-            found = self.streams[key] = Stream(record, lifecycle)
-            self._schedule_check()
+            found = self.streams[key] = Stream(keys.record(trace), keys.firehose(keys.tag(trace)))
+            self._schedule_check(anyio.current_time())
         return found
 
     def drop(self, key: str, stream: Stream) -> None:
@@ -77,29 +78,31 @@ class Restorer:
         if stream.over and not stream.kept and not stream.under_way and self.streams.get(key) is stream:
             del self.streams[key]
 
-    def _schedule_check(self) -> None:
+    def _schedule_check(self, now: float) -> None:
         if self.check_at == 0.0:
-            self.check_at = anyio.current_time() + CHECK_S
+            self.check_at = now + CHECK_S
 
-    def keep(self, item: Append) -> None:
-        """Keep an append that Redis has acknowledged."""
+    def keep(self, item: Append, now: float) -> None:
+        """Keep an append that Redis has acknowledged at `now`, by the event loop's clock."""
         item.refused = False
+        item.kept_at = now
         item.stream.kept.append(item)
-        self._kept.append((anyio.current_time(), item))
+        self._kept.append(item)
         self._kept_bytes += item.size
-        self._schedule_check()
+        self._schedule_check(now)
 
     def prune(self, *, checked: bool) -> None:
         """Drop kept events beyond `KEEP_BYTES`, and, if all servers were just checked, those older than `KEEP_S`."""
         now = anyio.current_time()
         safe = now - KEEP_S if checked else -math.inf
-        while self._kept and (self._kept[0][0] <= safe or self._kept_bytes > KEEP_BYTES):
-            _, item = self._kept.popleft()
+        while self._kept and (self._kept[0].kept_at <= safe or self._kept_bytes > KEEP_BYTES):
+            item = self._kept.popleft()
             self._kept_bytes -= item.size
             stream = item.stream
             stream.base = item.id
             stream.kept.popleft()
-            self.drop(item.key, stream)
+            if stream.over:
+                self.drop(item.key, stream)
         if checked:
             self.check_at = now + CHECK_S if self.streams else 0.0
 
@@ -216,7 +219,8 @@ class Restorer:
             logger.warning("Redis had lost %d acknowledged events; they were appended again", lacking)
         # The new server may fail, too, so the kept events count as acknowledged now.
         now = anyio.current_time()
-        self._kept = deque((now, item) for _, item in self._kept)
+        for item in self._kept:
+            item.kept_at = now
 
     def _restoring(self, key: str, stream: Stream) -> tuple[Any, ...]:
         kept = stream.kept

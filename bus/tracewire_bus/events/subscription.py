@@ -131,10 +131,8 @@ class _Place(msgspec.Struct, array_like=True):
 _place = decoder(_Place)
 
 
-def _number(id_: Id, entry: Entry) -> Id | None:
-    """An event's attempt and number: its id, or for a final, the number inside the event. None if that is malformed."""
-    if id_ < _FINAL:
-        return id_
+def _number_in(entry: Entry) -> Id | None:
+    """The attempt and number inside an encoded event; None if they are malformed."""
     try:
         place = _place(entry.data)
     except msgspec.MsgspecError:
@@ -291,7 +289,8 @@ class Subscription:
     def _next_number(self) -> Id | None:
         """The number of the next buffered entry; None if entries are missing before it."""
         id_, entry = self._buffer[0]
-        number = _number(id_, entry)
+        # The id of a final has not its number.
+        number = id_ if id_ < _FINAL else _number_in(entry)
         if number is None or self._resync is None:
             return id_
         assert self._reached is not None
@@ -407,18 +406,22 @@ class Subscription:
 
     def take(self, entries: list[tuple[Id, Entry]], *, bounded: bool = True) -> bool:
         """Buffer the entries after the last one, while there is room. Returns whether there is room for more."""
+        buffer, last = self._buffer, self.last
         for id_, entry in entries:
-            if id_ <= self.last:
+            if id_ <= last:
                 continue
-            if bounded and (len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES):
-                self._arrived.notify()
-                return False
-            self._buffer.append((id_, entry))
+            if bounded and self._full:
+                break
+            buffer.append((id_, entry))
             self._bytes += len(entry.data)
-            self._last = id_
+            self._last = last = id_
             self._over = id_ >= _FINAL
         self._arrived.notify()
-        return not self._over and len(self._buffer) < _BUFFER_ENTRIES and self._bytes < _BUFFER_BYTES
+        return not self._over and not self._full
+
+    @property
+    def _full(self) -> bool:
+        return len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES
 
 
 async def tail_id(connections: Connections, key: str) -> str:

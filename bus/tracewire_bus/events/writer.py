@@ -45,6 +45,7 @@ from tracewire_bus.wire.pieces import Pieces
 
 from .appends import (
     ENTRY_BYTES,
+    OVERHEAD,
     UNFINISHED_S,
     Append,
     EntryTooLarge,
@@ -189,13 +190,13 @@ class Writer:
         key = keys.events(trace)
         with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
         settle = None if settles is None else settle_command(keys, *settles)
-        stream = self.restorer.stream(key, keys.record(trace), keys.firehose(keys.tag(trace)))
+        stream = self.restorer.stream(key, keys, trace)
         if attempt > stream.attempt:
             stream.attempt, stream.patient = attempt, True
         stream.over = False
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
-        outcome = self._loop.create_future()
-        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome)
+        outcome, size = self._loop.create_future(), len(data) + OVERHEAD
+        item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, size)
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
@@ -401,13 +402,13 @@ class Writer:
                 # A server that was not ready did not settle the entry, so it is settled after the event.
                 behind = replies[place + 1]
                 item.settles_late = isinstance(behind, Exception) and is_transient(behind)
-            if item.key in held or (is_away(outcome) and item.key not in waiting):
+            if (held and item.key in held) or (is_away(outcome) and item.key not in waiting):
                 # Later events of the stream must stay behind it.
                 held.add(item.key)
                 item.repeated = True
                 again.append(item)
             elif not isinstance(outcome, Exception):
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 through.add(item.key)
             elif item.key in waiting:
@@ -420,7 +421,7 @@ class Writer:
             elif item.repeated and await self.restorer.holds(item):
                 # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 through.add(item.key)
             else:
@@ -466,7 +467,7 @@ class Writer:
         for item in items:
             if error is None and item.repeated and await self.restorer.holds(item):
                 item.settles_late = True
-                self.restorer.keep(item)
+                self.restorer.keep(item, self._loop.time())
                 await self._conclude(item)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from zlib import crc32
 
 import msgspec
@@ -10,6 +11,11 @@ __all__ = ["TAGS", "Keys"]
 
 #: Number of hash tags of traces. On a cluster each tag is one slot, so traces are spread over this many slots.
 TAGS = 64
+
+
+@lru_cache(maxsize=4096)
+def _tag(trace: str) -> str:
+    return f"t{crc32(trace.encode('utf-8', 'surrogatepass')) % TAGS}"
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -73,7 +79,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     def tag(self, trace: str) -> str:
         """The hash tag of a trace."""
-        return f"t{crc32(trace.encode('utf-8', 'surrogatepass')) % TAGS}"
+        return _tag(trace)
 
     @property
     def tags(self) -> list[str]:

@@ -9,7 +9,7 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute
 from redis import exceptions as redis
 
-from .connection import MORE, Connection, reason
+from .connection import MORE, Connection, checked, reason
 
 __all__ = ["AnyioConnection"]
 
@@ -54,7 +54,10 @@ class AnyioConnection(Connection):
         except _BROKEN as error:
             raise redis.ConnectionError(f"Error while writing to socket: {reason(error)}") from error
 
-    async def read_response(self) -> Any:
+    async def read_replies(self, count: int) -> list[Any]:
+        return [checked(await self._read()) for _ in range(count)]
+
+    async def _read(self) -> Any:
         replies = self._replies
         reply = replies.gets()
         while reply is MORE:
@@ -67,8 +70,6 @@ class AnyioConnection(Connection):
             except _BROKEN as error:
                 raise redis.ConnectionError(f"Error while reading from socket: {reason(error)}") from error
             reply = replies.gets()
-        if isinstance(reply, redis.RedisError):
-            raise reply
         return reply
 
     async def disconnect(self, nowait: bool = True) -> None:

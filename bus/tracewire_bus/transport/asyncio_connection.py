@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from redis import exceptions as redis
 
-from .connection import MORE, Connection, reason
+from .connection import MORE, Connection, checked, reason
 
 __all__ = ["AsyncioConnection"]
 
@@ -143,19 +143,19 @@ class AsyncioConnection(Connection):
         if socket.lost is not None:
             raise redis.ConnectionError(f"Error while writing to socket: {socket.lost}") from socket.lost
 
-    async def read_response(self) -> Any:
+    async def read_replies(self, count: int) -> list[Any]:
         socket = self._socket
         if socket is None:
             raise redis.ConnectionError("Connection closed")
-        if not socket.replies:
-            await socket.received()
+        replies: list[Any] = []
+        while len(replies) < count:
             if not socket.replies:
-                assert socket.lost is not None
-                raise socket.lost
-        reply = socket.replies.popleft()
-        if isinstance(reply, redis.RedisError):
-            raise reply
-        return reply
+                await socket.received()
+                if not socket.replies:
+                    assert socket.lost is not None
+                    raise socket.lost
+            replies.append(checked(socket.replies.popleft()))
+        return replies
 
     async def disconnect(self, nowait: bool = True) -> None:
         socket, self._socket = self._socket, None

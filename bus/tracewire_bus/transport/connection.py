@@ -16,8 +16,10 @@ from typing import Any, Final
 import anyio
 from redis import exceptions as redis
 
-__all__ = ["MORE", "Connection", "reason"]
+__all__ = ["MORE", "Connection", "checked", "reason"]
 
+#: How much memory a parser keeps between two replies, in bytes.
+_PARSER_BYTES: Final = 1024 * 1024
 #: The parser's result while a reply has not arrived completely.
 MORE: Final = object()
 
@@ -61,6 +63,14 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    async def read_replies(self, count: int) -> list[Any]:
+        """Read the next `count` replies. The reply to a command that the server refused is its `ResponseError`.
+
+        Raises:
+            redis.exceptions.ConnectionError: the connection broke, or the server cannot answer yet.
+            redis.exceptions.InvalidResponse: the server sent something that is not a reply.
+        """
+
     async def read_response(self) -> Any:
         """Read the next reply.
 
@@ -69,6 +79,10 @@ class Connection(ABC):
             redis.exceptions.ConnectionError: the connection broke.
             redis.exceptions.InvalidResponse: the server sent something that is not a reply.
         """
+        (reply,) = await self.read_replies(1)
+        if isinstance(reply, redis.ResponseError):
+            raise reply
+        return reply
 
     @abstractmethod
     async def disconnect(self, nowait: bool = True) -> None:
@@ -136,7 +150,10 @@ class Connection(ABC):
         from hiredis import Reader
         from redis.asyncio.connection import DefaultParser
 
-        return Reader(protocolError=redis.InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=MORE)
+        parser = Reader(protocolError=redis.InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=MORE)
+        # By default hiredis allocates its buffer anew for each reply of more than 16 KiB.
+        parser.setmaxbuf(_PARSER_BYTES)
+        return parser
 
     def _keep_alive(self, raw: socket.socket) -> None:
         """Have the operating system notice a server that is gone, if the settings ask for that."""
@@ -151,6 +168,17 @@ def _packed(command: Sequence[Any]) -> bytes:
 
     packed: bytes = pack_command(tuple(command))
     return packed
+
+
+def checked(reply: Any) -> Any:
+    """A reply as `Connection.read_replies` returns it.
+
+    Raises:
+        redis.exceptions.RedisError: it is an error other than a command's refusal.
+    """
+    if isinstance(reply, redis.RedisError) and not isinstance(reply, redis.ResponseError):
+        raise reply
+    return reply
 
 
 def reason(error: BaseException) -> str:

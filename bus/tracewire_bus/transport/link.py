@@ -14,7 +14,7 @@ from .errors import is_demoted, name_command
 from .scripts import with_text
 from .server import Transport, discard
 
-__all__ = ["AfterOthers", "Link", "pack_commands"]
+__all__ = ["AfterOthers", "Link", "pack_arguments", "pack_commands"]
 
 #: The time for the replies of one call, in seconds, after which the connection is closed.
 COMMAND_S: Final = 30.0
@@ -105,6 +105,8 @@ class Link:
         from redis.exceptions import NoScriptError
 
         replies = await self.exchange(commands, timeout_s, packed)
+        if not any(isinstance(reply, Exception) for reply in replies):
+            return replies
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
@@ -131,21 +133,19 @@ class Link:
             packed = pack_commands(commands)
         await self.connect()
         connection = self._connection
-        replies: list[Any] = []
         try:
             with anyio.fail_after(timeout_s):
                 await connection.send_packed_command(packed.buffers if type(packed) is Pieces else packed)
-                for _ in commands:
-                    try:
-                        replies.append(await connection.read_response())
-                    except ResponseError as error:
-                        replies.append(name_command(error, commands[len(replies)]))
+                replies: list[Any] = await connection.read_replies(len(commands))
         except BaseException as error:
             # The next call must not read the replies to this one.
             await self.drop()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 raise ConnectionError(str(error)) from error
             raise
+        for place, reply in enumerate(replies):
+            if isinstance(reply, ResponseError):
+                replies[place] = name_command(reply, commands[place])
         return replies
 
     async def drop(self) -> None:
@@ -181,6 +181,11 @@ def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:
             packed += _in_pieces(command)
             whole = False
     return b"".join(packed) if whole else Pieces(_coalesced(packed))
+
+
+def pack_arguments(*arguments: str) -> bytes:
+    """Arguments as they stand in a packed command, behind `*`, their number and a line break."""
+    return b"".join([b"$%d\r\n%b\r\n" % (len(data), data) for data in map(str.encode, arguments)])
 
 
 def _in_pieces(command: Sequence[Any]) -> Iterator[bytes | memoryview]:

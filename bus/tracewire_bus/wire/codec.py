@@ -7,8 +7,8 @@ Encoders and decoders are built once, on first use. An event of a kind that only
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
 import msgspec
@@ -35,8 +35,9 @@ from .messages import (
     Snapshot,
     Submission,
 )
-from .packing import decoder
+from .packing import Decode, decoder
 from .pieces import LARGE_BYTES, Pieces, flatten
+from .refs import Loader
 
 __all__ = [
     "AnyEvent",
@@ -59,6 +60,7 @@ __all__ = [
     "encoded_size",
     "extend_encoded_list",
     "find_bulk",
+    "list_head",
     "request_schema_text",
     "schema_text",
     "with_deltas",
@@ -109,22 +111,22 @@ def _joined(value: Any) -> msgspec.Raw:
 
 
 @cache
-def _decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
+def _decoder(type_: Any) -> Decode:
     return decoder(type_)
 
 
 @cache
-def _event_decoder(output: type[OutputBase], shared: type[OutputBase]) -> Callable[[bytes | memoryview], Any]:
+def _event_decoder(output: type[OutputBase], shared: type[OutputBase]) -> Decode:
     return decoder(Union[Accepted, output, shared, Notice, Final])  # noqa: UP007  (variables)
 
 
 @cache
-def _plain_decoder(type_: Any) -> Callable[[bytes | memoryview], Any]:
+def _plain_decoder(type_: Any) -> Decode:
     return decoder(type_, plain=True)
 
 
 @cache
-def _deltas_decoder() -> Callable[[bytes | memoryview], Any]:
+def _deltas_decoder() -> Decode:
     # Cached under no argument: the type is slow to hash.
     return decoder(list[list[Delta]])
 
@@ -150,7 +152,7 @@ def encode_output(output: RawOutput) -> bytes | Pieces:
 def encode_deltas(steps: Sequence[msgspec.Raw | Pieces]) -> Pieces:
     """The encoded `deltas` of an output, of the encoded deltas of its steps."""
     head = b"\xdd" + len(steps).to_bytes(4, "big")
-    return Pieces([head, *flatten(step if type(step) is Pieces else bytes(step) for step in steps)])
+    return Pieces([head, *flatten([step if isinstance(step, Pieces) else memoryview(step) for step in steps])])
 
 
 def encoded_size(steps: Sequence[msgspec.Raw | Pieces]) -> int:
@@ -189,18 +191,26 @@ def with_deltas(data: bytes | memoryview, deltas: bytes) -> bytes:
     return _encoder().encode(output)
 
 
-def extend_encoded_list(raw: bytes | memoryview, more: Sequence[bytes | Pieces]) -> Pieces:
-    """An encoded list with more encoded items at its end."""
+def extend_encoded_list(raw: bytes | memoryview, more: bytes | memoryview) -> Pieces:
+    """An encoded list, with the items of another encoded list at its end."""
+    count, start = _list_start(raw)
+    added, start_of_more = _list_start(more)
+    return Pieces([list_head(count + added), memoryview(raw)[start:], memoryview(more)[start_of_more:]])
+
+
+def list_head(count: int) -> bytes:
+    """The bytes before the items of an encoded list of `count` items."""
+    return bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+
+
+def _list_start(raw: bytes | memoryview) -> tuple[int, int]:
+    """The number of items of an encoded list, and where the first of them begins."""
     first = raw[0]
     if first & 0xF0 == 0x90:
-        count, start = first & 0x0F, 1
-    elif first == 0xDC:
-        count, start = int.from_bytes(raw[1:3], "big"), 3
-    else:
-        count, start = int.from_bytes(raw[1:5], "big"), 5
-    count += len(more)
-    head = bytes([0x90 | count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
-    return Pieces([head, raw[start:], *flatten(more)])
+        return first & 0x0F, 1
+    if first == 0xDC:
+        return int.from_bytes(raw[1:3], "big"), 3
+    return int.from_bytes(raw[1:5], "big"), 5
 
 
 @overload
@@ -209,12 +219,15 @@ def decode_event(data: bytes | memoryview) -> AnyEvent: ...
 
 @overload
 def decode_event(
-    data: bytes | memoryview, output: type[_OutputT], shared: type[_SharedT]
+    data: bytes | memoryview, output: type[_OutputT], shared: type[_SharedT], loader: Loader | None = None
 ) -> Accepted | _OutputT | _SharedT | Notice | Final: ...
 
 
 def decode_event(
-    data: bytes | memoryview, output: type[OutputBase] = DecodedOutput, shared: type[OutputBase] = DecodedShared
+    data: bytes | memoryview,
+    output: type[OutputBase] = DecodedOutput,
+    shared: type[OutputBase] = DecodedShared,
+    loader: Loader | None = None,
 ) -> Any:
     """Decode one event of a trace. Arrays in the event share memory with `data`.
 
@@ -222,13 +235,14 @@ def decode_event(
         data: the encoded event.
         output: the class to decode an output of a choice as.
         shared: the class to decode an output of the trace's shared values as.
+        loader: loads the large arrays to which the event refers.
 
     Raises:
         UnknownKind: the event is well-formed, and of a kind that only newer versions know.
         msgspec.ValidationError: a field has a wrong type.
         msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    event = _decode_event(_event_decoder(output, shared), data)
+    event = _decode_event(_event_decoder(output, shared), data, loader)
     if type(event) is Final:
         for _, _, deltas in event.deltas:
             _check_paths(deltas)
@@ -248,9 +262,9 @@ def decode_plain(data: bytes | memoryview) -> AnyEvent:
     return cast(AnyEvent, _decode_event(_plain_decoder(AnyEvent), data))
 
 
-def _decode_event(decode: Callable[[bytes | memoryview], Any], data: bytes | memoryview) -> Any:
+def _decode_event(decode: Decode, data: bytes | memoryview, loader: Loader | None = None) -> Any:
     try:
-        return decode(data)
+        return decode(data, loader)
     except msgspec.ValidationError:
         try:
             kind = _decoder(_Tag)(data).kind
@@ -261,14 +275,16 @@ def _decode_event(decode: Callable[[bytes | memoryview], Any], data: bytes | mem
         raise UnknownKind(kind) from None
 
 
-def decode_deltas(data: bytes | memoryview | msgspec.Raw) -> list[list[Delta]]:
+def decode_deltas(data: bytes | memoryview | msgspec.Raw, loader: Loader | None = None) -> list[list[Delta]]:
     """Decode an output's `deltas` field: one list of deltas a step. Arrays in them share memory with `data`.
+
+    `loader` loads the large arrays to which they refer.
 
     Raises:
         msgspec.ValidationError: `data` encodes something other than lists of deltas.
         msgspec.DecodeError: `data` is not msgpack, a delta has no valid path, or a value in it is malformed.
     """
-    steps = cast(list[list[Delta]], _deltas_decoder()(data))
+    steps = cast(list[list[Delta]], _deltas_decoder()(data, loader))
     for step in steps:
         _check_paths(step)
     return steps
@@ -306,8 +322,10 @@ def decode_change(data: bytes | memoryview) -> Change:
     return cast(Change, _decoder(Change)(data))
 
 
-def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapshot:
+def decode_snapshot(data: bytes | memoryview, *, plain: bool = False, loader: Loader | None = None) -> Snapshot:
     """Decode a snapshot of a trace's folded state. Arrays in it share memory with `data`.
+
+    `loader` loads the large arrays to which it refers.
 
     With `plain`, msgpack extensions (arrays, tuples, sets, ...) stay encoded, as `msgspec.msgpack.Ext`.
 
@@ -315,7 +333,7 @@ def decode_snapshot(data: bytes | memoryview, *, plain: bool = False) -> Snapsho
         msgspec.ValidationError: a field has a wrong type.
         msgspec.DecodeError: `data` is not msgpack, or a value in it is malformed.
     """
-    return cast(Snapshot, (_plain_decoder(Snapshot) if plain else _decoder(Snapshot))(data))
+    return cast(Snapshot, (_plain_decoder(Snapshot) if plain else _decoder(Snapshot))(data, loader))
 
 
 def decode_submission(data: bytes | memoryview) -> Submission:
@@ -368,6 +386,7 @@ def request_schema_text() -> str:
     return f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1]}"
 
 
+@lru_cache(maxsize=64)
 def check_schema(text: str, known: tuple[int, int] = SCHEMA) -> None:
     """Check that this version can read messages of a schema, given as `"major.minor"`.
 

@@ -107,10 +107,14 @@ def layout_of(encoded: bytes) -> ColumnLayout:
     return ColumnLayout(encoded)
 
 
-def record_digest(layout: bytes, values: bytes | memoryview) -> bytes:
-    """16 bytes that two records share only if their layouts and values are the same (XXH3, of 128 bits)."""
+def record_digest(layout: bytes, *values: bytes | memoryview) -> bytes:
+    """16 bytes that two records share only if their layouts and values are the same (XXH3, of 128 bits).
+
+    The values may lie in several buffers.
+    """
     state = xxhash.xxh3_128(layout)
-    state.update(values)
+    for part in values:
+        state.update(part)
     return state.digest()
 
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -51,12 +50,14 @@ from .refs import (
     SET,
     TUPLE,
     ArrayRef,
+    Loader,
     current_loader,
     encode_ref,
+    loading_by,
     ref_decoder,
 )
 
-__all__ = ["complex_struct", "decoder", "encode_key", "encode_tuple", "int_bytes", "pack", "unpack", "wire"]
+__all__ = ["Decode", "complex_struct", "decoder", "encode_key", "encode_tuple", "int_bytes", "pack", "unpack", "wire"]
 
 complex_struct = struct.Struct("<dd")
 
@@ -176,7 +177,7 @@ def _ext_hook(code: int, payload: memoryview) -> Any:
             raise ValueError(f"tuples nest deeper than {MAX_DEPTH}")
         _tuple_depth.depth += 1
         try:
-            return tuple(_list_decoder(payload))
+            return tuple(_list_decoder(payload, current_loader.get()))
         finally:
             _tuple_depth.depth -= 1
     if code == INT:
@@ -214,7 +215,14 @@ def _dtype_from(name: str) -> np.dtype[Any]:
     return extra_dtypes().get(name) or np.dtype(name)
 
 
-def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memoryview], Any]:
+class Decode(Protocol):
+    """A function that `decoder` returns."""
+
+    def __call__(self, data: bytes | memoryview, loader: Loader | None = None, /) -> Any:
+        """Decode a message. References to large arrays in it get `loader` for their `load`."""
+
+
+def decoder(type_: Any = Any, *, plain: bool = False) -> Decode:
     """A function that decodes messages of type `type_` with values in them, from `bytes` or a `memoryview`.
 
     With `plain`, extensions stay encoded, as `msgspec.msgpack.Ext`. The function raises only `msgspec.DecodeError` (a
@@ -224,7 +232,7 @@ def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memor
     decode = msgspec.msgpack.Decoder(type_, ext_hook=None if plain else _array_hook).decode
     decode_all = msgspec.msgpack.Decoder(type_, ext_hook=_ext_hook).decode
 
-    def decoded(data: bytes | memoryview) -> Any:
+    def decoded(data: bytes | memoryview, loader: Loader | None = None) -> Any:
         try:
             try:
                 return decode(data)
@@ -232,7 +240,8 @@ def decoder(type_: Any = Any, *, plain: bool = False) -> Callable[[bytes | memor
                 # Python's hashes of large integers, complex numbers and tuples are predictable. An attacker could build
                 # a map with colliding keys, which takes time quadratic in its size. This call refuses such keys.
                 _without_hook.decode(data)
-                return decode_all(data)
+                with loading_by(loader):
+                    return decode_all(data)
         except msgspec.MsgspecError:
             raise
         except RecursionError:

@@ -21,7 +21,7 @@ class Pieces:
     __slots__ = ("_size", "buffers")
 
     def __init__(self, buffers: Iterable[bytes | memoryview]) -> None:
-        self.buffers = tuple(buffer for buffer in buffers if len(buffer))
+        self.buffers = tuple([buffer for buffer in buffers if buffer])
         self._size = sum(map(len, self.buffers))
 
     def __len__(self) -> int:

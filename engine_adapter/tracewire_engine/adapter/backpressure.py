@@ -73,6 +73,8 @@ class Backpressure:
         runs = list(self._claims.running())
         share = max(int(self._most * _SHARED / max(1, len(runs))), min(_LEAST_SHARE, self._most))
         for run in runs:
+            if not run.lag.slowed and run.lag.nbytes <= share:
+                continue
             try:
                 event = await run.lag.check(share)
             except EngineLost as error:

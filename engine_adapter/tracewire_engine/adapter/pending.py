@@ -22,7 +22,7 @@ from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 from .digests import PassingDigests
 from .live_changes import LiveTrace
-from .read_decoder import ChoiceReads, StepReads
+from .read_decoder import NO_READS, ChoiceReads, StepReads
 
 __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", "ReportMissing", "ReportSource"]
 
@@ -104,9 +104,9 @@ class PendingChoice:
         covered = self.finish.tokens if self.finish is not None else -1
         for index in sorted(self.steps.keys() | self.reads.steps.keys()):
             raw = self.take(index) if covered < 0 or index < covered else _NO_DELTAS
-            more = self.reads.steps.get(index) if index < tokens else None
-            if more or raw != _NO_DELTAS:
-                found.append(msgspec.Raw(bytes(extend_encoded_list(bytes(raw), more))) if more else raw)
+            reads = self.reads.steps.get(index, NO_READS) if index < tokens else NO_READS
+            if reads != NO_READS or raw != _NO_DELTAS:
+                found.append(msgspec.Raw(bytes(_with_reads(raw, reads))))
         return found
 
     def end_at(self, index: int, ended: str, reason: str) -> None:
@@ -179,7 +179,11 @@ class PendingRecords:
     @property
     def nbytes(self) -> int:
         """The approximate memory of the unpublished reports, in bytes."""
-        return self._nbytes + sum(len(raw) for choice in self.choices for _, raw in choice.reads.blobs)
+        nbytes = self._nbytes
+        for choice in self.choices:
+            for _, raw in choice.reads.blobs:
+                nbytes += len(raw)
+        return nbytes
 
     def step(self, record: StepRecord, ended_at: float) -> None:
         """Take the record of a step that ended at `ended_at`."""
@@ -200,7 +204,7 @@ class PendingRecords:
         choice.read += 1
         reads = choice.reads
         reads.take(index, step, data)
-        self._nbytes += sum(map(len, reads.steps.get(index, ())))
+        self._nbytes += len(reads.steps.get(index, b""))
         if reads.stopped is not None and reads.stopped_at is not None:
             choice.end_at(reads.stopped_at, "stop", f"StopWhen({reads.stopped.probe})")
         self._enforce_limit()
@@ -236,6 +240,13 @@ class PendingRecords:
             return True
         return (not self._block or index in one.steps) and (not self._reads or index in one.reads.steps)
 
+    def _missing(self, one: PendingChoice, wanted: range) -> int | None:
+        """The first of these indices whose report has not come."""
+        for index in wanted:
+            if not self._has_reported(one, index):
+                return index
+        return None
+
     async def steps(self, choice: int, first: int, count: int) -> list[msgspec.Raw | Pieces]:
         """The encoded deltas of token indices `first` to `first + count - 1`, when the workers have reported them.
 
@@ -248,30 +259,29 @@ class PendingRecords:
         one = self.choices[choice]
         one.asked = first
         wanted = range(first, first + count)
-        while not one.complete(self._reads) and not all(self._has_reported(one, index) for index in wanted):
+        while (missing := self._missing(one, wanted)) is not None and not one.complete(self._reads):
             ended_at = one.ended_at if one.ended_at in wanted else None
             # Each of them is checked: records that come by two ways may overtake each other.
-            if ended_at is not None and all(self._has_reported(one, index) for index in wanted if index <= ended_at):
+            if ended_at is not None and self._missing(one, range(first, ended_at + 1)) is None:
                 break
             if self.given_up:
-                missing = next(index for index in wanted if not self._has_reported(one, index))
                 raise ReportMissing(f"the workers' report of token {missing} was lost")
             await self._wait_due()
         one.asked = first + count
         if one.ended_at is not None and one.ended_at in wanted:
             wanted = range(first, one.ended_at + 1)
-        for index in wanted:
-            if index in one.steps:
-                self._nbytes -= _size(one.steps[index])
-            self._nbytes -= sum(map(len, one.reads.steps.get(index, ())))
-        found: list[msgspec.Raw | Pieces] = [one.take(index) for index in wanted]
-        found += [_NO_DELTAS] * (count - len(found))
-        if self._reads:
-            for place, index in enumerate(wanted):
-                more = one.reads.steps.pop(index, None)
-                if more:
-                    found[place] = extend_encoded_list(bytes(found[place]), more)
-        return found
+        found = [self._take(one, index) for index in wanted]
+        return found + [_NO_DELTAS] * (count - len(found))
+
+    def _take(self, one: PendingChoice, index: int) -> msgspec.Raw | Pieces:
+        """Take the reports of a step: the deltas of the block's saves, and behind them those of the reads."""
+        deltas = _NO_DELTAS
+        if index in one.steps:
+            deltas = one.take(index)
+            self._nbytes -= _size(deltas)
+        reads = one.reads.steps.pop(index, b"")
+        self._nbytes -= len(reads)
+        return _with_reads(deltas, reads or NO_READS)
 
     @property
     def failed(self) -> bool:
@@ -342,6 +352,13 @@ class PendingRecords:
                 await self._changed.wait()
             finally:
                 self._reports.remove_waiter()
+
+
+def _with_reads(deltas: msgspec.Raw, reads: bytes) -> msgspec.Raw | Pieces:
+    """The encoded deltas of a step's saves, and behind them those of its reads."""
+    if deltas is _NO_DELTAS or deltas == _NO_DELTAS:
+        return msgspec.Raw(reads)
+    return deltas if reads == NO_READS else extend_encoded_list(memoryview(deltas), reads)
 
 
 def _size(deltas: msgspec.Raw) -> int:

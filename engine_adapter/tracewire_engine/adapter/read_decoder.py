@@ -17,17 +17,19 @@ import msgspec
 
 from tracewire_bus.store.blobs import CHUNK_BYTES, Blobs, new_blob
 from tracewire_bus.wire.arrays import array_header
+from tracewire_bus.wire.codec import list_head
 from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout, record_digest
 from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_digest
 from tracewire_bus.wire.messages import Append, ColumnsManifest, Manifest, Set, StopWhen
 from tracewire_bus.wire.packing import wire
-from tracewire_bus.wire.pieces import Pieces
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
+__all__ = ["NO_READS", "ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
 
 _encoder = msgspec.msgpack.Encoder()
+#: The encoded deltas of a step without reads.
+NO_READS = list_head(0)
 #: Finds the strings of tokens by their ids.
 Strings: TypeAlias = Callable[[list[int]], list[str]]
 #: The key of a logit lens's strings, encoded.
@@ -145,18 +147,19 @@ class _Plan:
                 self.pieces[-1] = (self.pieces[-1][0], part.offset + part.size)
             else:
                 self.pieces.append((part.offset, part.offset + part.size))
-        size = sum(end - start for start, end in self.pieces)
-        #: A delta as it goes on the wire, up to its values.
-        self.head = b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
+        #: The step's encoded deltas up to the values of the columns: the first delta is their record.
+        self.head = list_head(len(single) + bool(columns))
+        if columns:
+            size = sum(end - start for start, end in self.pieces)
+            self.head += b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
         #: The parts of all items that stop conditions may look at, by name.
         self.numbers = [
             (item.name, found) for item in (*columns, *single) if (found := _number_part(item.slot)) is not None
         ]
 
-    def record(self, data: memoryview) -> tuple[Pieces, bytes]:
-        """The encoded delta of the columns, and its digest. Copies the values: `data` may change afterwards."""
-        values = b"".join([data[start:end] for start, end in self.pieces])
-        return Pieces((self.head, values)), record_digest(self.layout, values)
+    def values(self, data: memoryview) -> list[memoryview]:
+        """The values of the columns, in pieces of a batch's bytes."""
+        return [data[start:end] for start, end in self.pieces]
 
 
 def _column(slot: Slot) -> Column:
@@ -187,7 +190,8 @@ class ChoiceReads:
     def __init__(self, stops: Sequence[StopWhen] = (), *, columns: bool = True) -> None:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
-        self.steps: dict[int, list[bytes | Pieces]] = {}
+        #: The deltas of each step, as an encoded list.
+        self.steps: dict[int, bytes] = {}
         #: Whether the reads of the following steps are left out; and the number of steps whose reads were.
         self.thinned = False
         self.left_out = 0
@@ -199,8 +203,9 @@ class ChoiceReads:
         self._reads: StepReads | None = None
         self._plan = _Plan((), ())
         self._started: set[str] = set()
-        #: By index, how the step's items became deltas, with the digest of its record.
-        self._records: dict[int, tuple[_Plan, bytes]] = {}
+        #: By index, how the step's items became deltas, and the digest of its record.
+        self._planned_by: dict[int, _Plan] = {}
+        self._records: dict[int, bytes] = {}
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
         self._streaks = [0] * len(self._stops)
@@ -215,17 +220,17 @@ class ChoiceReads:
         if reads is not self._reads:
             self._reads, self._plan = reads, self._planned(reads.items)
         plan = self._plan
-        deltas: list[bytes | Pieces] = []
         if self.thinned:
             self.left_out += 1
+            self.steps[index] = NO_READS
         else:
+            values = plan.values(data)
             if plan.layout:
-                encoded, found = plan.record(data)
-                deltas.append(encoded)
-                self._records[index] = plan, found
-            if plan.single:
-                self._take_single(index, plan.single, data, deltas)
-        self.steps[index] = deltas
+                self._planned_by[index] = plan
+                self._records[index] = record_digest(plan.layout, *values)
+            single = self._take_single(index, plan.single, data) if plan.single else ()
+            # The one copy of the values: `data` may change afterwards.
+            self.steps[index] = b"".join((plan.head, *values, *single))
         if self._stops:
             self._check_stops(index, {name: _floats(data, part) for name, part in plan.numbers})
 
@@ -240,8 +245,9 @@ class ChoiceReads:
     def _with_strings(self, item: Item) -> bool:
         return self.strings is not None and any(part.key == "token_ids" for part in item.slot.parts)
 
-    def _take_single(self, index: int, items: Sequence[Item], data: memoryview, deltas: list[bytes | Pieces]) -> None:
-        """Add a delta for each of these items."""
+    def _take_single(self, index: int, items: Sequence[Item], data: memoryview) -> list[bytes]:
+        """An encoded delta for each of these items."""
+        deltas: list[bytes] = []
         digests: list[tuple[str, bytes]] = []
         for item in items:
             encoded, found = item.take(data, self.blobs, self.strings)
@@ -253,6 +259,7 @@ class ChoiceReads:
             deltas.append(before + encoded + after)
             digests.append((item.name, found))
         self._digests[index] = digests
+        return deltas
 
     def set_stops(self, stops: Sequence[StopWhen]) -> None:
         """Take the same stop conditions with other thresholds, for later reads."""
@@ -286,7 +293,7 @@ class ChoiceReads:
                 for name, found in self._digests[index]:
                     lists.setdefault(name, []).append(found)
         lengths: dict[str, int] = {}
-        for plan, steps in Counter(plan for index, (plan, _) in self._records.items() if index < tokens).items():
+        for plan, steps in Counter(plan for index, plan in self._planned_by.items() if index < tokens).items():
             for name in plan.names:
                 lengths[name] = lengths.get(name, 0) + steps
         entries = [(name, len(found), list_digest(found)) for name, found in lists.items()]
@@ -297,7 +304,7 @@ class ChoiceReads:
 
     def columns_manifest(self, invoke: int, choice: int, tokens: int) -> ColumnsManifest | None:
         """Covers the records of the first `tokens` tokens; `None` if there are none."""
-        digests = [self._records[index][1] for index in sorted(self._records) if index < tokens]
+        digests = [self._records[index] for index in sorted(self._records) if index < tokens]
         if not digests:
             return None
         return ColumnsManifest(invoke=invoke, choice=choice, records=len(digests), digest=list_digest(digests))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tracewire_bus.wire.messages import ChatMessage, MessageDelta
+from tracewire_bus.wire.messages import ChatMessage, MessageDelta, RawOutput
 from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Generated, GeneratedChoice
 
@@ -75,6 +75,37 @@ class RunningRequest:
         if self.prepared.asks_result:
             self.ends[choice.index] = choice.finish_reason, choice.stop_reason
             self.logprobs[choice.index].extend(choice.logprobs or ())
+
+    def output(
+        self,
+        choice: Choice,
+        index: int,
+        steps: list[msgspec.Raw | Pieces],
+        strings: Callable[[list[int]], list[str]] | None,
+        sampled_at: float,
+    ) -> RawOutput:
+        """The event of a choice's new tokens, the first of which has this index. It is not numbered yet.
+
+        Raises:
+            Rejection: vLLM's parser failed.
+        """
+        return RawOutput(
+            # Named one by one: to unpack `UNNUMBERED` here would take longer than all else.
+            attempt=0,
+            seq=0,
+            invoke=self.invoke,
+            choice=choice.index,
+            index=index,
+            token_ids=choice.token_ids,
+            text=choice.text,
+            deltas=steps,
+            token_strings=None if strings is None else strings(choice.token_ids),
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            time=sampled_at,
+            message=self.message(choice),
+        )
 
     def message(self, choice: Choice) -> MessageDelta | None:
         """What an output adds to its choice's message, if the request has messages. Called once for each output.

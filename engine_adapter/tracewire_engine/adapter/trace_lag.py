@@ -75,13 +75,18 @@ class TraceLag:
     @property
     def output_bytes(self) -> int:
         """The approximate memory of the outputs of vLLM that are not published yet, in bytes."""
-        return sum(request.outputs.size() for request in self._requests)
+        return sum([request.outputs.size() for request in self._requests])
 
     @property
     def nbytes(self) -> int:
         """About how many bytes of this run wait to be published: vLLM's outputs and the workers' reports."""
-        reports = sum(request.pending.nbytes for request in self._requests if request.pending is not None)
-        return self.output_bytes + reports
+        reports = [request.pending.nbytes for request in self._requests if request.pending is not None]
+        return self.output_bytes + sum(reports)
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the run is slowed in any way."""
+        return self.held or self.thinned or self.spilled
 
     @property
     def left_out(self) -> int:
@@ -124,7 +129,7 @@ class TraceLag:
             self.held = self._was_held = True
             await self._pause.change("lag", True)
             return self._event("held", nbytes)
-        if nbytes <= share // 2 and (self.held or self.thinned or self.spilled):
+        if nbytes <= share // 2 and self.slowed:
             self._thin(False)
             self._spill(False)
             if self.held:

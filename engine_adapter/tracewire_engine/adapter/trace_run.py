@@ -33,7 +33,6 @@ from tracewire_bus.wire.messages import (
     LogitLens,
     Paused,
     Probe,
-    RawOutput,
     RawSteered,
     Restarted,
     Resumed,
@@ -420,11 +419,13 @@ class TraceRun:
             # No task waits for reports of this request. The workers sent a change's first token before its step began.
             self._reports.pull()
         first = len(request.token_ids[choice.index])
-        steps: list[msgspec.Raw | Pieces] = [_NO_DELTAS] * len(choice.token_ids)
-        sampled_at = time.time()
-        if request.pending is not None:
-            steps = await request.pending.steps(choice.index, first, len(choice.token_ids))
-            sampled_at = request.pending.choices[choice.index].time
+        pending = request.pending
+        steps: list[msgspec.Raw | Pieces]
+        if pending is None:
+            steps, sampled_at = [_NO_DELTAS] * len(choice.token_ids), time.time()
+        else:
+            steps = await pending.steps(choice.index, first, len(choice.token_ids))
+            sampled_at = pending.choices[choice.index].time
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:
@@ -435,29 +436,13 @@ class TraceRun:
             self._broken = Failure(type="EngineError", message=reason)
         if finish_reason is not None:
             request.done[choice.index] = True
-        if request.pending is not None and request.pending.choices[choice.index].reads.blobs:
+        if pending is not None and (reads := pending.choices[choice.index].reads).blobs:
             # The bus must have large arrays before the deltas that refer to them.
-            await request.pending.choices[choice.index].reads.upload(self._blobs, self.trace)
+            await reads.upload(self._blobs, self.trace)
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:
             return
-        await self._append(
-            RawOutput(
-                **UNNUMBERED,
-                invoke=request.invoke,
-                choice=choice.index,
-                index=first,
-                token_ids=token_ids,
-                text=choice.text,
-                deltas=steps,
-                token_strings=None if self._strings is None else self._strings(token_ids),
-                logprobs=choice.logprobs,
-                finish_reason=finish_reason,
-                stop_reason=choice.stop_reason,
-                time=sampled_at,
-                message=request.message(choice),
-            )
-        )
+        await self._append(request.output(choice, first, steps, self._strings, sampled_at))
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""

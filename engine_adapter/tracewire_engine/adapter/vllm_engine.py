@@ -107,10 +107,12 @@ class _VllmOutputs:
         waiting = getattr(self._collector, "output", None)
         if waiting is None or isinstance(waiting, Exception):
             return 0
-        return sum(
-            _TOKEN_BYTES * len(one.token_ids) + len(one.text) + _LOGPROB_BYTES * sum(map(len, one.logprobs or ()))
-            for one in waiting.outputs
-        )
+        nbytes = 0
+        for one in waiting.outputs:
+            nbytes += _TOKEN_BYTES * len(one.token_ids) + len(one.text)
+            if one.logprobs:
+                nbytes += _LOGPROB_BYTES * sum(map(len, one.logprobs))
+        return nbytes
 
 
 def _logprobs(entries: Any) -> list[dict[int, tuple[float, int | None, str | None]]] | None:

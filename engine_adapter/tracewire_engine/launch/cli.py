@@ -12,6 +12,7 @@ Exit statuses: 0 after a drain, 2 if the command refuses its settings. If the en
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import math
@@ -330,8 +331,18 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
             gc.unfreeze()
 
 
+#: Parameters of glibc's `mallopt`, and their values in bytes: how much free memory at the heap's end may stay, and from
+#: which size on a block is a mapping of its own.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
+
+
 def settle_memory() -> None:
-    """Set up garbage collection of this process so that it delays traces as little as possible."""
+    """Set up this process's memory so that it delays traces as little as possible."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # Each flush frees what the next one needs again. The kernel takes microseconds to hand out a page.
+        mallopt(*_TRIM_THRESHOLD)
+        mallopt(*_MMAP_THRESHOLD)
     # All objects that exist by now stay. Without this, every full collection would walk them while all traces wait.
     gc.collect()
     gc.freeze()

@@ -46,7 +46,6 @@ from tracewire_bus.wire.digests import digest, former_digest
 from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
 from tracewire_bus.wire.messages import Edit as EditMessage
 from tracewire_bus.wire.packing import pack
-from tracewire_bus.wire.refs import loading_by
 
 from .listing import Listing
 
@@ -175,8 +174,7 @@ class EditOutput(msgspec.Struct, frozen=True):
         """
         saves: dict[str, Any] = {}
         try:
-            with loading_by(LargeValues(record.blobs, bus).load):
-                steps = decode_deltas(record.deltas)
+            steps = decode_deltas(record.deltas, LargeValues(record.blobs, bus).load)
             for delta in (delta for step in steps for delta in step):
                 apply_delta(saves, delta)
         except (msgspec.MsgspecError, FoldError) as error:

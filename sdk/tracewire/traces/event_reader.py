@@ -19,12 +19,11 @@ from tracewire_bus.bus import BusError, BusUnavailable, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.transport.backoff import Backoff
-from tracewire_bus.wire.bulk_ranges import bulk_range
+from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_range
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
-from tracewire_bus.wire.refs import loading_by
 
 from .large import LargeValues
-from .output import AnyEvent, Event, Gap, Output, Shared
+from .output import AnyEvent, Event, Gap, Output, Saving, Shared
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus, Entry
@@ -99,9 +98,11 @@ class EventReader:
                 self.position = gap.until
                 return gap
             event = self._decode(entry)
-            if isinstance(event, Output | Shared):
+            if isinstance(event, Saving):
                 self._unreturned = entry
-                await self._fetch_bulk(event)
+                where = self._bulk_range(event)
+                if where is not None:
+                    await self._fetch_bulk(event, where)
                 self._unreturned = None
             self.position = entry.id
             if event is None:
@@ -118,8 +119,7 @@ class EventReader:
     def _decode(self, entry: Entry) -> AnyEvent | None:
         try:
             check_schema(entry.schema)
-            with loading_by(self._large.load):
-                event = decode_event(entry.data, Output, Shared)
+            event = decode_event(entry.data, Output, Shared, self._large.load)
         except NewerSchema as error:
             raise ClientTooOld(f"trace {self.trace_id}, event {entry.id}: {error}") from error
         except UnknownKind as error:
@@ -127,19 +127,20 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
-        if isinstance(event, Output | Shared):
+        if isinstance(event, Saving):
             # The saves are decoded when a caller asks for them.
             event.__dict__["_loader"] = self._large.load
         return event
 
-    async def _fetch_bulk(self, event: Output | Shared) -> None:
-        """Fetch an event's saves, if they are in a bulk store. On failure, reading them raises `ValueMissing`."""
+    def _bulk_range(self, event: Saving) -> BulkRange | None:
+        """Where in a bulk store an event's saves are, if they are in one."""
         try:
-            where = bulk_range(event.encoded_deltas)
+            return bulk_range(event.encoded_deltas)
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {event.id} cannot be read: {error}") from error
-        if where is None:
-            return
+
+    async def _fetch_bulk(self, event: Saving, where: BulkRange) -> None:
+        """Fetch an event's saves from a bulk store. On failure, reading them raises `ValueMissing`."""
         if not self._saves:
             event.lose_saves(ValueMissing.of_event(self.trace_id, event.id, "its reader asked for no saves"))
             return

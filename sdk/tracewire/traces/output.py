@@ -35,7 +35,6 @@ from tracewire_bus.wire.messages import (
     Steered,
     Waiting,
 )
-from tracewire_bus.wire.refs import loading_by
 
 from .state import State
 from .values import Values
@@ -96,10 +95,8 @@ class Saving(OutputBase, dict=True):
             return [[] for _ in self.token_ids]
         if (missing := self.__dict__.get("_missing")) is not None:
             raise missing
-        loader = self.__dict__.get("_loader")
         try:
-            with loading_by(loader):
-                deltas = decode_deltas(self.encoded_deltas)
+            deltas = decode_deltas(self.encoded_deltas, self.__dict__.get("_loader"))
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"the saves of event {self.id} cannot be read: {error}") from error
         if names is None:
@@ -225,8 +222,7 @@ class Gap:
         """
         try:
             check_schema(self._schema)
-            with loading_by(self._loader):
-                return decode_snapshot(self._data)
+            return decode_snapshot(self._data, loader=self._loader)
         except NewerSchema as error:
             raise ClientTooOld(f"trace {self.trace_id}, the snapshot at {self.until}: {error}") from error
         except msgspec.MsgspecError as error:

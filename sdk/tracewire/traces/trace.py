@@ -20,6 +20,7 @@ from tracewire.errors import OutputsRead, TraceClosed, TracewireError
 from tracewire_bus.bus import BusUnavailable
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.trace_records import LiveState
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import Status, Submission
 
 from . import control
@@ -70,7 +71,7 @@ class Trace(EventStream[Item]):
         self._starting: anyio.Event | None = None
         #: Whether some task reads the next event; the others wait for its progress.
         self._reading = False
-        self._progress = anyio.Event()
+        self._progress = Signal()
         #: Read by `result()` or `accepted()` while an iteration is under way, and kept for it.
         self._items: deque[Item] = deque()
         self._keep_items = True
@@ -344,8 +345,7 @@ class Trace(EventStream[Item]):
             finally:
                 # Also when this task was cancelled: another one reads on.
                 self._reading = False
-                self._progress.set()
-                self._progress = anyio.Event()
+                self._progress.notify()
 
     def _handle(self, event: Event) -> None:
         if self._accepted is None and not isinstance(event, Waiting):

@@ -18,7 +18,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.transport.anyio_connection import AnyioConnection
 from tracewire_bus.transport.asyncio_connection import AsyncioConnection
 from tracewire_bus.transport.connection import Connection
-from tracewire_bus.transport.link import pack_commands
+from tracewire_bus.transport.link import pack_arguments, pack_commands
 from tracewire_bus.transport.loops import on_trio
 from tracewire_bus.transport.server import Server
 from tracewire_bus.wire.pieces import Pieces
@@ -83,6 +83,42 @@ async def test_replies_and_refusals_are_those_of_redis_py(embedded: str, prefix:
     large = "x" * 3_000_000
     assert await asked(connection, "ECHO", large) == large.encode()
     await connection.disconnect()
+
+
+async def test_replies_are_read_together_and_a_refusal_stands_in_its_place(embedded: str, prefix: str) -> None:
+    connection = made(embedded)
+    await connection.connect()
+    packed = pack_commands([("SET", prefix, "a"), ("INCR", prefix), ("GET", prefix), ("PING",)])
+    assert isinstance(packed, bytes)
+    await connection.send_packed_command(packed)
+    done, refused, got = await connection.read_replies(3)
+    assert (done, got) == (b"OK", b"a")
+    assert isinstance(refused, redis.ResponseError)
+    assert await connection.read_replies(0) == []
+    assert await connection.read_replies(1) == [b"PONG"]
+    await connection.disconnect()
+
+
+async def test_an_error_other_than_a_refusal_is_raised_before_later_replies_come(tmp_path: Path) -> None:
+    async def loads(stream: SocketStream) -> None:
+        await stream.receive()
+        await stream.send(b"+OK\r\n+OK\r\n")  # to the connection's names
+        await stream.receive()
+        await stream.send(b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n")
+        await anyio.sleep_forever()
+
+    async with playing(tmp_path / "socket", loads) as url:
+        connection = made(url)
+        await connection.connect()
+        await connection.send_packed_command(b"".join(3 * [b"*1\r\n$4\r\nPING\r\n"]))
+        with anyio.fail_after(30), pytest.raises(redis.BusyLoadingError):
+            await connection.read_replies(3)
+        await connection.disconnect()
+
+
+def test_arguments_are_packed_one_by_one_as_in_a_command() -> None:
+    arguments = ("XREAD", "STREAMS", "tw:{t1}:events:é", "1-0", "")
+    assert b"*5\r\n" + pack_arguments(*arguments) == pack_commands([arguments])
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "unix:///nowhere/redis.sock", "redis://nowhere.invalid"])

@@ -8,8 +8,23 @@ import numpy as np
 import pytest
 
 from tracewire_bus.wire.digests import digest
-from tracewire_bus.wire.packing import pack, unpack
+from tracewire_bus.wire.packing import decoder, pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
+
+
+def test_every_reference_in_a_message_has_the_loader_of_its_call() -> None:
+    """Also those in tuples, which are messages of their own."""
+
+    async def load(ref: ArrayRef) -> Any:
+        raise NotImplementedError
+
+    ref = ArrayRef("int8", (1,), bytes(16), "b")
+    data = pack([ref, {"k": (1, (ref, [(ref,)]))}])
+    first, held = decoder()(data, load)
+    found = [first, held["k"][1][0], held["k"][1][1][0][0]]
+    assert [one._load for one in found] == [load] * 3
+    # The next call has none.
+    assert decoder()(data)[0]._load is None
 
 
 def test_a_reference_counts_as_its_array() -> None:

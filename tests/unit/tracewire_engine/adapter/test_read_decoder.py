@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
+import pytest
 
 from tests.support.declared_plans import (
     DELTAS,
 )
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import decode_interventions, normalize
-from tracewire_bus.wire.codec import extend_encoded_list
-from tracewire_bus.wire.messages import Append, DecodedOutput, Final, StopWhen
+from tracewire_bus.wire.codec import decode_event, encode_output, extend_encoded_list
+from tracewire_bus.wire.columns import Column, ColumnPart, encode_layout, record_digest
+from tracewire_bus.wire.messages import Append, Columns, DecodedOutput, Final, RawOutput, StopWhen
+from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
+from tracewire_engine.adapter.pending import PendingRecords
 from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads
-from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot
+from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot, StepRecord
 
 
 def folded(reads: ChoiceReads, tokens: int) -> dict[str, Any]:
     """What a consumer holds of the reads of a choice's first tokens, compared with their manifest."""
     fold = Fold()
     for index in range(tokens):
-        deltas = DELTAS(bytes(extend_encoded_list(b"\x90", reads.steps[index])))
+        deltas = DELTAS(reads.steps[index])
         fold.apply(DecodedOutput(attempt=1, seq=index, index=index, token_ids=[0], deltas=[deltas]))
     columns = reads.columns_manifest(0, 0, tokens)
     manifest = reads.manifest(0, tokens)
@@ -46,9 +51,37 @@ def test_a_stop_condition_counts_steps_in_a_row() -> None:
 
 def test_an_append_follows_a_set_and_lists_join() -> None:
     encoded = msgspec.msgpack.encode([Append(path=("a",), items=[1])])
-    more = [msgspec.msgpack.encode(Append(path=(f"n{number}",), items=[number])) for number in range(20)]
+    more = msgspec.msgpack.encode([Append(path=(f"n{number}",), items=[number]) for number in range(20)])
     found = DELTAS(bytes(extend_encoded_list(encoded, more)))
     assert [delta.path[0] for delta in found] == ["a", *(f"n{number}" for number in range(20))]
+
+
+@pytest.mark.parametrize("width", [4, LARGE_BYTES // 8, LARGE_BYTES])
+@pytest.mark.parametrize("saves", [0, 1])
+def test_small_and_large_records_have_the_same_encoding(width: int, saves: int) -> None:
+    """Where the values lie, and whether an output is one buffer or several, does not show on the wire."""
+    values = np.arange(4 * width, dtype=np.float32).reshape(4, width)
+    places = [0, 1, 3]
+    slots = [Slot(f"h{n}", [Part("", "float32", (width,), 4 * width * n, 4 * width)]) for n in places]
+    data = bytearray(values.tobytes())
+    pending = PendingRecords(1, block=bool(saves), reads=True)
+    pending.read(0, StepReads(LayoutEntry("r", 0, 0, slots), 0), memoryview(data), 1.5)
+    # The bytes of the batch are the next step's now.
+    data[:] = bytes(len(data))
+    saved = [Append(path=("a",), items=[7])] * saves
+    if saves:
+        pending.step(StepRecord("r", 0, 0, msgspec.Raw(msgspec.msgpack.encode(saved))), 1.5)
+    assert pending.nbytes > 12 * width
+    steps = anyio.run(pending.steps, 0, 0, 1)
+    assert pending.nbytes == 0
+    output = RawOutput(1, 0, token_ids=[7], text="x", deltas=steps, token_strings=["x"])
+    encoded = encode_output(output)
+    assert isinstance(encoded, Pieces) == (12 * width >= LARGE_BYTES)
+    columns = [Column(f"h{n}", (ColumnPart("", "float32", (width,)),)) for n in places]
+    record = Columns(encode_layout(columns), memoryview(values[places].tobytes()))
+    plain = DecodedOutput(1, 0, token_ids=[7], text="x", deltas=[[*saved, record]], token_strings=["x"])
+    assert decode_event(bytes(encoded)) == plain
+    assert bytes(pending.choices[0].reads._records[0]) == record_digest(record.layout, record.values)
 
 
 def test_a_logit_lens_has_strings_of_the_shape_of_its_ids() -> None:
@@ -80,7 +113,7 @@ def test_all_reads_of_a_step_are_one_record() -> None:
     reads = ChoiceReads()
     for index in range(3):
         reads.take(index, step if index < 2 else apart, memoryview((values + index).tobytes()))
-    assert [len(deltas) for deltas in reads.steps.values()] == [1, 1, 1]
+    assert [len(DELTAS(deltas)) for deltas in reads.steps.values()] == [1, 1, 1]
     saves = folded(reads, 3)
     assert sorted(saves) == sorted(slot.name for slot in slots)
     for layer in range(16):
