@@ -50,7 +50,8 @@ def bound(binding: Binding) -> socket.socket:
         OSError: the address is taken, or is not this machine's.
     """
     family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    # With its protocol named: only then does asyncio send at once what is small (TCP_NODELAY).
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((binding.host, binding.port))

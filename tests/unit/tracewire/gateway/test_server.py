@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,24 @@ def test_only_loopback_is_served_without_keys(tmp_path: Path) -> None:
     file.write_text(entry_of("k", "root", RIGHTS, ""))
     server = Server(Settings(url="redis://localhost", keys=file), Binding(host="0.0.0.0", port=0))
     server._socket.close()
+
+
+async def test_small_answers_leave_at_once() -> None:
+    """Also on asyncio's own event loop, which lets the kernel hold them back unless the socket names its protocol."""
+    connected = anyio.Event()
+    server = Server(Settings(url="redis://localhost"), Binding(port=0))
+    delays: list[int] = []
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken: socket.socket = writer.get_extra_info("socket")
+        delays.append(taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        connected.set()
+
+    async with await asyncio.start_server(take, sock=server._socket):
+        _, writer = await asyncio.open_connection(*server._socket.getsockname())
+        await connected.wait()
+        writer.close()
+    assert delays == [1]
 
 
 @pytest.mark.parametrize("given", [{"certificate": "c"}, {"certificate_key": "k"}, {"client_ca": "a"}])
