@@ -18,6 +18,7 @@ import numpy as np
 
 from tracewire import ArrayRef, Live, TraceRejected, digest
 from tracewire.traces.large import fetched
+from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import Block, Declared, Helper
@@ -224,6 +225,10 @@ def block_of(given: Mapping[str, Any], field: str) -> Block:
         text = str(error)
         place = _AT.search(text)
         raise TraceRejected(f"{field}.{place[1]}" if place and place[1] else field, _AT.sub("", text)) from None
+    try:
+        parse_source(body.source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TraceRejected(f"{field}.source", f"expected the body of a Python function: {error}") from None
     try:
         variables = pack(value_of(body.variables, f"{field}.variables"))
     except Unsavable as error:

@@ -142,6 +142,9 @@ def test_what_is_no_intervention(given: Any, field: str) -> None:
     [
         ({}, "block"),
         ({"source": 3}, "block.source"),
+        ({"source": "\U000a4830"}, "block.source"),
+        ({"source": "x\0"}, "block.source"),
+        ({"source": "(" * 10_000}, "block.source"),
         ({"source": "x", "sauce": 1}, "block"),
         ({"source": "x", "variables": {"n": 2**70}}, None),
         ({"source": "x", "helpers": [{"name": "f"}]}, "block.helpers[0]"),

@@ -365,3 +365,10 @@ async def test_two_follow_and_one_that_does_not_read_holds_nobody(
             await until(lambda: not len(served.gateway.streams))
             assert not served.gateway.running
         assert (await client.subscribe(trace_id).result()).text.startswith("0 x")
+
+
+async def test_a_block_that_is_no_python_is_refused(engine: Engine, http: httpx.AsyncClient) -> None:
+    async with engine(tiny):
+        body = {"model": "tiny", "prompt": "x", "block": {"source": "\U000a4830"}, "live": {"": 0}}
+        answer = await http.post("/traces", json=body)
+    assert (answer.status_code, answer.json()["field"]) == (422, "block.source")
