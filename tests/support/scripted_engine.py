@@ -1,10 +1,10 @@
 """A scripted engine behind the adapter's own seam, in the adapter's process: no model, but everything else is real.
 
-Every request puts out tokens that its prompt, its seed and their index alone determine, and saves a small array with
-each, so that whoever reads a trace can tell whether it has all of it, whichever attempt it comes from. `python -m
-tests.support.scripted_engine --url URL --prefix PREFIX` serves as a process of its own until SIGTERM; it prints `ready
-ENGINE`. On SIGUSR1 its engine dies under it, and on SIGUSR2 it prints `holds` and what it still holds of any trace, as
-JSON.
+Every request puts out tokens that its prompt, its seed and their index alone determine. With a block it also saves a
+small array with each, so that a reader of a trace can tell whether it has all of it, whichever attempt it comes from.
+`python -m tests.support.scripted_engine --url URL --prefix PREFIX` serves as a process of its own until SIGTERM; it
+prints `ready ENGINE`. On SIGUSR1 its engine dies under it, and on SIGUSR2 it prints `holds` and what it still holds of
+any trace, as JSON.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Request(MergedOutputs):
     def __init__(self, name: str, prepared: Prepared) -> None:
         super().__init__()
         self.name = name
-        self.prompt, self.tokens, self.seed, self.run = prepared.params
+        self.prompt, self.tokens, self.seed, self.run, self.saves = prepared.params
         self.index = 0
         self.digests: list[bytes] = []
         self.over = False
@@ -92,11 +92,13 @@ class _Request(MergedOutputs):
         """Its next token."""
         index, self.index = self.index, self.index + 1
         token, data = _values(self.prompt, self.seed, index)
-        self.digests.append(array_digest(_HEAD, data))
-        item = encoded_array(array_payload("float64", (2,), data))
-        delta = Append(path=("acts",), items=[item]) if index else Set(path=("acts",), value=[item])
+        deltas: list[Append | Set] = []
+        if self.saves:
+            self.digests.append(array_digest(_HEAD, data))
+            item = encoded_array(array_payload("float64", (2,), data))
+            deltas.append(Append(path=("acts",), items=[item]) if index else Set(path=("acts",), value=[item]))
         self.put(Choice(0, [token], f" {token}", finish_reason="length" if self.index == self.tokens else None))
-        return StepRecord(self.name, 0, index, msgspec.Raw(_encode([delta])))
+        return StepRecord(self.name, 0, index, msgspec.Raw(_encode(deltas)))
 
     def put(self, choice: Choice) -> None:
         """Hand tokens over."""
@@ -194,7 +196,7 @@ class ScriptedEngine(FakeEngine):
         tokens = invoke.sampling.get("max_tokens", 16)
         if not isinstance(tokens, int) or tokens < 1:
             raise Rejection("sampling.max_tokens", "expected a positive integer")
-        params = (invoke.prompt or "", tokens, invoke.sampling.get("seed"), run)
+        params = (invoke.prompt or "", tokens, invoke.sampling.get("seed"), run, block is not None)
         parsers = [TextMessages()] if invoke.chat is not None else []
         sampling = dict(invoke.sampling)
         return Prepared(prompt=None, prompt_tokens=1, params=params, choices=1, sampling=sampling, parsers=[*parsers])

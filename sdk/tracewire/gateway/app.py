@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +20,7 @@ from starlette.responses import Response
 import tracewire
 from tracewire import TracewireError
 
-from .documents import ERRORS, OPENAI_ERRORS
+from .documents import COMMON, OPENAI_COMMON, completed
 from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
@@ -39,6 +40,16 @@ logger = logging.getLogger("tracewire.gateway")
 
 #: nginx's status for a client that has left before its answer. Nobody reads it but the metrics.
 _LEFT = 499
+
+
+class Application(FastAPI):
+    """FastAPI, but for its document."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The API's document, which is made once."""
+        if self.openapi_schema is None:
+            self.openapi_schema = completed(super().openapi())
+        return self.openapi_schema
 
 
 def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
@@ -79,7 +90,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             expose_headers=["ETag", "Location", "Retry-After", "Tracewire-Trace-Id"],
         )
         middleware.insert(0, cors)
-    app = FastAPI(
+    app = Application(
         title="Tracewire",
         version=version("tracewire"),
         summary="Run, follow and steer generations of the models that Tracewire's engines serve.",
@@ -90,9 +101,9 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
     )
     _handle_errors(app)
     for router in (openai, responses):
-        app.include_router(router, responses=OPENAI_ERRORS)
+        app.include_router(router, responses=OPENAI_COMMON)
     for router in (traces, engines, operations):
-        app.include_router(router, responses=ERRORS)
+        app.include_router(router, responses=COMMON)
     app.include_router(sockets)
     return app
 

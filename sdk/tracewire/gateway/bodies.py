@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from tracewire.chats import CHAT_NAMES
 from tracewire_bus.wire.ids import is_encodable
@@ -44,7 +44,18 @@ def _not_served(value: Any) -> Any:
 
 
 #: A field of OpenAI's API, or of vLLM's, that is refused unless it asks for nothing.
-NotServed = Annotated[Any, AfterValidator(_not_served)]
+NotServed = Annotated[Any, AfterValidator(_not_served), WithJsonSchema({"type": "null"})]
+
+
+#: Parts of the document's examples.
+_STEER: dict[str, Any] = {"do": "ablate", "at": "residual(2)", "keep": {"live": "alpha"}}
+_ASKED: dict[str, Any] = {
+    "model": "demo",
+    "max_tokens": 8,
+    "tracewire": {"interventions": [_STEER], "live": {"alpha": 1.0}},
+}
+_TRACE: dict[str, Any] = {"model": "demo", "prompt": "def add(a, b):", "sampling": {"max_tokens": 8}}
+_TRACE |= {"interventions": [_STEER], "live": {"alpha": 1.0}, "trace_id": "mine"}
 
 
 class Body(BaseModel):
@@ -65,10 +76,8 @@ def ints(value: Any) -> Any:
 class Tracing(Body):
     """What a trace has beside its prompts and sampling params."""
 
-    interventions: list[dict[str, Any]] = Field(
-        default=[], examples=[[{"do": "probe", "name": "norm", "at": "residual(2)", "reduce": "norm"}]]
-    )
-    live: dict[str, Any] = Field(default={}, examples=[{"alpha": 0.0}])
+    interventions: list[dict[str, Any]] = Field(default=[], examples=[[_STEER]])
+    live: dict[str, Any] = Field(default={}, examples=[{"alpha": 1.0}])
     block: dict[str, Any] | None = None
     edits: list[str] | None = None
     shared: dict[str, Any] | None = None
@@ -226,6 +235,7 @@ class OpenAIBody(Sampling):
 class CompletionBody(OpenAIBody):
     """A request for completions."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{**_ASKED, "prompt": "def add(a, b):"}]})
     prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
@@ -255,6 +265,9 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     """A request for a chat completion."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{**_ASKED, "messages": [{"role": "user", "content": "Hello"}]}]}
+    )
     messages: list[dict[str, Any]] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
@@ -290,8 +303,9 @@ class ChatBody(OpenAIBody):
 class TraceBody(Tracing):
     """A trace that runs detached."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [_TRACE]})
     model: Text = Field(min_length=1, examples=["demo"])
-    prompt: str | list[int] | None = Field(default=None, examples=["def add(a, b):"])
+    prompt: str | list[int] | None = Field(default=None, title="TracePrompt", examples=["def add(a, b):"])
     prompts: list[str | list[int] | list[dict[str, Any]]] | None = None
     messages: list[dict[str, Any]] | None = None
     sampling: dict[str, Any] = Field(default={}, examples=[{"max_tokens": 64, "temperature": 0.0}])
@@ -305,6 +319,7 @@ class TraceBody(Tracing):
 class SteerBody(Body):
     """A change of live parameters."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"values": {"alpha": 8.0}}]})
     values: dict[str, Any] = Field(examples=[{"alpha": 8.0}])
     if_version: int | None = Field(default=None, ge=0)
     by: Text | None = None
@@ -313,6 +328,7 @@ class SteerBody(Body):
 class ControlBody(Body):
     """Who pauses, resumes or cancels a trace, and why it is cancelled."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"by": "alice", "reason": "it repeats itself"}]})
     by: Text | None = None
     reason: Text = ""
 
@@ -320,6 +336,7 @@ class ControlBody(Body):
 class DrainBody(Body):
     """How long a drained engine may take."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"timeout": 600}]})
     timeout: float | None = Field(default=None, ge=0, le=1e9)
     by: Text | None = None
 
@@ -327,6 +344,9 @@ class DrainBody(Body):
 class EditBody(Body):
     """A standing intervention. `timeout` is how long the gateway waits for the engines, in seconds."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"interventions": [{"do": "ablate", "at": "residual(2)", "keep": 0.5}]}]}
+    )
     block: dict[str, Any] | None = None
     interventions: list[dict[str, Any]] = []
     scope: Literal["all", "default", "asked"] = "all"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tracewire import Edit, Lifecycle, TracewireError, Watch
 
 from .bodies import DrainBody, EditBody
-from .documents import answers, stream
+from .documents import EditName, EngineName, ModelPath, answers, problems, stream
 from .json_values import block_of, interventions_of, to_json
 from .keys import Caller
 from .problems import Problem, of_error
@@ -23,10 +23,7 @@ from .trace_routes import IfMatch, LastEventId, ModelName, author, version_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["engines"])
-
-_ENGINE = {"name": "gpu-0", "model": "demo", "state": "serving", "running": 3, "capacity": 256, "ready": True}
-_EDIT = {"name": "calm", "version": 4, "scope": "all", "interventions": [], "engines": ["gpu-0"], "problems": {}}
+router = APIRouter()
 
 
 def _json(value: Any, status: int = 200, **headers: str) -> Response:
@@ -36,7 +33,13 @@ def _json(value: Any, status: int = 200, **headers: str) -> Response:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-@router.get("/engines", dependencies=[needs("read")], responses=answers("The engines.", {"data": [_ENGINE]}))
+@router.get(
+    "/engines",
+    operation_id="list_engines",
+    tags=["engines"],
+    dependencies=[needs("read")],
+    responses=answers("The engines.", "EngineList"),
+)
 async def list_engines(gateway: TheGateway, model: ModelName = None) -> Response:
     """List the running engines."""
     with gateway.patience():
@@ -44,8 +47,14 @@ async def list_engines(gateway: TheGateway, model: ModelName = None) -> Response
     return _json({"data": [{**msgspec.to_builtins(engine), "ready": engine.ready} for engine in engines]})
 
 
-@router.get("/engines/{name}", dependencies=[needs("read")], responses=answers("The engine.", _ENGINE))
-async def get_engine(name: str, gateway: TheGateway) -> Response:
+@router.get(
+    "/engines/{name}",
+    operation_id="get_engine",
+    tags=["engines"],
+    dependencies=[needs("read")],
+    responses=answers("The engine.", "RunningEngine") | problems(404),
+)
+async def get_engine(name: EngineName, gateway: TheGateway) -> Response:
     """Describe one engine."""
     with gateway.patience():
         engine = await gateway.client.engines.get(name)
@@ -54,11 +63,13 @@ async def get_engine(name: str, gateway: TheGateway) -> Response:
 
 @router.post(
     "/engines/{name}/drain",
+    operation_id="drain_engine",
+    tags=["engines"],
     status_code=202,
     dependencies=[needs("operate")],
-    responses=answers("The engine drains.", {"engine": "gpu-0", "others": ["gpu-1"], "waiting": 0}, 202),
+    responses=answers("The engine drains.", "DrainingEngine", 202) | problems(400, 404, 409),
 )
-async def drain(name: str, gateway: TheGateway, caller: TheCaller, body: DrainBody | None = None) -> Response:
+async def drain(name: EngineName, gateway: TheGateway, caller: TheCaller, body: DrainBody | None = None) -> Response:
     """Have an engine take no new traces, finish its own, and leave."""
     given = body or DrainBody()
     with gateway.patience():
@@ -83,25 +94,43 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else to_json(value, "list", "")
 
 
-@router.get("/edits/{model}", dependencies=[needs("read")], responses=answers("The edits.", {"data": [_EDIT]}))
-async def list_edits(model: str, gateway: TheGateway) -> Response:
+@router.get(
+    "/edits/{model}",
+    operation_id="list_edits",
+    tags=["edits"],
+    dependencies=[needs("read")],
+    responses=answers("The edits.", "EditList") | problems(404),
+)
+async def list_edits(model: ModelPath, gateway: TheGateway) -> Response:
     """List a model's standing interventions, in the order in which they apply."""
     with gateway.patience():
         edits = await gateway.client.edits(model).list()
     return _json({"data": [_edit(edit) for edit in edits]})
 
 
-@router.get("/edits/{model}/{name}", dependencies=[needs("read")], responses=answers("The edit.", _EDIT))
-async def get_edit(model: str, name: str, gateway: TheGateway) -> Response:
+@router.get(
+    "/edits/{model}/{name}",
+    operation_id="get_edit",
+    tags=["edits"],
+    dependencies=[needs("read")],
+    responses=answers("The edit.", "StandingEdit") | problems(404),
+)
+async def get_edit(model: ModelPath, name: EditName, gateway: TheGateway) -> Response:
     """Describe one standing intervention. The `ETag` is its version."""
     with gateway.patience():
         edit = await gateway.client.edits(model).get(name)
     return _json(_edit(edit), ETag=f'"{edit.version}"')
 
 
-@router.put("/edits/{model}/{name}", dependencies=[needs("operate")], responses=answers("The installed edit.", _EDIT))
+@router.put(
+    "/edits/{model}/{name}",
+    operation_id="install_edit",
+    tags=["edits"],
+    dependencies=[needs("operate")],
+    responses=answers("The installed edit.", "StandingEdit") | problems(400, 404, 409),
+)
 async def install_edit(
-    model: str, name: str, body: EditBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
+    model: ModelPath, name: EditName, body: EditBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
 ) -> Response:
     """Install a standing intervention. `If-Match` is the version to replace, `"0"` for none."""
     block = None
@@ -123,8 +152,15 @@ async def install_edit(
     return _json(_edit(edit), ETag=f'"{edit.version}"')
 
 
-@router.delete("/edits/{model}/{name}", status_code=204, dependencies=[needs("operate")])
-async def remove_edit(model: str, name: str, gateway: TheGateway, if_match: IfMatch = None) -> Response:
+@router.delete(
+    "/edits/{model}/{name}",
+    operation_id="remove_edit",
+    tags=["edits"],
+    status_code=204,
+    dependencies=[needs("operate")],
+    responses=problems(404, 409),
+)
+async def remove_edit(model: ModelPath, name: EditName, gateway: TheGateway, if_match: IfMatch = None) -> Response:
     """Remove a standing intervention, or only the version that `If-Match` names."""
     with gateway.patience():
         timeout = gateway.settings.patience_s / 2
@@ -137,6 +173,9 @@ async def remove_edit(model: str, name: str, gateway: TheGateway, if_match: IfMa
 
 @router.get(
     "/events",
+    operation_id="watch_traces",
+    response_class=Response,
+    tags=["traces"],
     dependencies=[needs("read")],
     responses=stream("The events.", 'event: final\ndata: {"trace_id": "mine", "status": "finished"}\n\n'),
 )

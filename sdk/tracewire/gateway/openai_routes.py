@@ -20,7 +20,7 @@ from tracewire_bus.wire.messages import SHARED_INVOKE, Usage
 
 from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
 from .continuity import Continuity, Piece
-from .documents import answers, stream
+from .documents import ModelPath, answers, problems, stream
 from .event_json import event_json
 from .json_values import Form, inlined, to_json
 from .keys import Caller
@@ -41,23 +41,16 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 TRACE_HEADER = "Tracewire-Trace-Id"
 _DONE = b"data: [DONE]\n\n"
 
-_USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 
-
-def _completions(kind: str, choice: dict[str, Any], chunk: str) -> dict[int | str, Any]:
+def _completions(form: str, chunk: str) -> dict[int | str, Any]:
     """The answers of a route, for the API's document."""
-    whole = {"id": "cmpl-0b1c", "object": kind, "choices": [{"index": 0, "finish_reason": "stop", **choice}]}
-    example = {**whole, "created": 1767225600, "model": "demo", "usage": _USAGE, "tracewire": {"trace_id": "0b1c"}}
-    other = {"application/json": {"schema": {"type": "object"}, "example": example}}
-    return stream("The answer; with `stream`, its chunks.", f"data: {chunk}\n\ndata: [DONE]\n\n", other)
+    description = "The answer; with `stream`, its chunks."
+    found = stream(description, f"data: {chunk}\n\ndata: [DONE]\n\n", answers(description, form))
+    return found | problems(404, 408, 409, openai=True)
 
 
-_COMPLETION = _completions("text_completion", {"text": " return a"}, '{"choices": [{"index": 0, "text": " return"}]}')
-_CHAT = _completions(
-    "chat.completion",
-    {"message": {"role": "assistant", "content": "Hello"}},
-    '{"choices": [{"index": 0, "delta": {"content": "Hello"}}]}',
-)
+_COMPLETION = _completions("Completion", '{"choices": [{"index": 0, "text": " return"}]}')
+_CHAT = _completions("ChatCompletion", '{"choices": [{"index": 0, "delta": {"content": "Hello"}}]}')
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
@@ -91,8 +84,9 @@ async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
 
 @router.get(
     "/models",
+    operation_id="list_models",
     dependencies=[needs("read")],
-    responses=answers("The models.", {"object": "list", "data": [{"id": "demo", "object": "model"}]}),
+    responses=answers("The models.", "ModelList"),
 )
 async def list_models(gateway: TheGateway) -> Response:
     """List the served models and their LoRA adapters."""
@@ -101,10 +95,11 @@ async def list_models(gateway: TheGateway) -> Response:
 
 @router.get(
     "/models/{model:path}",
+    operation_id="get_model",
     dependencies=[needs("read")],
-    responses=answers("The model.", {"id": "demo", "object": "model", "created": 0, "owned_by": "tracewire"}),
+    responses=answers("The model.", "ModelCard") | problems(404, openai=True),
 )
-async def get_model(model: str, gateway: TheGateway) -> Response:
+async def get_model(model: ModelPath, gateway: TheGateway) -> Response:
     """Describe one model."""
     cards = await _cards(gateway)
     for card in cards:
@@ -116,13 +111,15 @@ async def get_model(model: str, gateway: TheGateway) -> Response:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-@router.post("/completions", dependencies=[needs("submit")], responses=_COMPLETION)
+@router.post("/completions", operation_id="create_completion", dependencies=[needs("submit")], responses=_COMPLETION)
 async def complete(body: CompletionBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Complete prompts. The answer's trace can be followed and steered by its id."""
     return await Completion(gateway, caller, body, CompletionAnswer).answer(request)
 
 
-@router.post("/chat/completions", dependencies=[needs("submit")], responses=_CHAT)
+@router.post(
+    "/chat/completions", operation_id="create_chat_completion", dependencies=[needs("submit")], responses=_CHAT
+)
 async def chat(body: ChatBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Answer chat messages. The answer's trace can be followed and steered by its id."""
     return await Completion(gateway, caller, body, ChatAnswer).answer(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from .bodies import Body, ChatBody, Extension, NotServed, OfVllm, Text, ints
 from .problems import Problem
@@ -65,13 +65,20 @@ class FunctionChoice(Body):
 class ResponsesBody(OfVllm):
     """A request for a response. The last fields have no effect."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "demo", "input": "Say hello.", "max_output_tokens": 8}]}
+    )
     model: Text = Field(min_length=1, examples=["demo"])
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(examples=["Say hello."])
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+        title="ResponseInput", examples=["Say hello."]
+    )
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = Field(
+        default=None, title="ResponseToolChoice"
+    )
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None

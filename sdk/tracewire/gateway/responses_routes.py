@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tracewire import Item, Output, State, Trace, TracewireError
 from tracewire.gateway.keys import Caller
 
-from .documents import answers, stream
+from .documents import ResponseId, answers, problems, stream
 from .event_json import event_json, failure_json
 from .openai_routes import Completion, CompletionStream, json_response
 from .problems import Problem, of_validation
@@ -27,28 +27,33 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
-_EXAMPLE = response_of("0b1c", "demo", 1767225600.0, status="completed")
+_FOUND = answers("The response.", "ModelResponse") | problems(404, openai=True)
 _CREATED = stream(
     "The response; with `stream`, its events.",
     'event: response.created\ndata: {"type": "response.created", "sequence_number": 0}\n\n',
-    {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}},
-)
+    _FOUND,
+) | problems(404, 408, 409, openai=True)
 
 
-@router.post("", dependencies=[needs("submit")], responses=_CREATED)
+@router.post("", operation_id="create_response", dependencies=[needs("submit")], responses=_CREATED)
 async def respond(body: ResponsesBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Answer an input. The answer's trace can be followed and steered by its id."""
     return await _Response(gateway, caller, body).answer(request)
 
 
-@router.get("/{response_id}", dependencies=[needs("read")], responses=answers("The response.", _EXAMPLE))
-async def retrieve(response_id: str, gateway: TheGateway, caller: TheCaller) -> Response:
+@router.get("/{response_id}", operation_id="get_response", dependencies=[needs("read")], responses=_FOUND)
+async def retrieve(response_id: ResponseId, gateway: TheGateway, caller: TheCaller) -> Response:
     """A response as it is now, from its trace. It lacks what only the request had, such as the tools."""
     return json_response(_as_response(await _state(response_id, gateway, caller)))
 
 
-@router.post("/{response_id}/cancel", dependencies=[needs("steer")], responses=answers("The response.", _EXAMPLE))
-async def cancel(response_id: str, gateway: TheGateway, caller: TheCaller) -> Response:
+@router.post(
+    "/{response_id}/cancel",
+    operation_id="cancel_response",
+    dependencies=[needs("steer")],
+    responses=_FOUND | problems(409, openai=True),
+)
+async def cancel(response_id: ResponseId, gateway: TheGateway, caller: TheCaller) -> Response:
     """Cancel a response. One that has ended stays as it is."""
     state = await _state(response_id, gateway, caller)
     if state.status is None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import anyio
 import msgspec
 from fastapi import APIRouter, Header, Query
-from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +27,7 @@ from tracewire import (
 from tracewire_bus.wire.ids import FINAL_ID
 
 from .bodies import ControlBody, SteerBody, TraceBody
-from .documents import answers, files, stream
+from .documents import TraceId, ValueDigest, answers, files, problems, stream
 from .downloads import FORMATS, Download
 from .event_json import event_json, state_json
 from .json_values import Form, inlined, to_json, values_of
@@ -47,7 +46,8 @@ _POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _PAGE, _MOST = 50, 1000
 
 _EVENTS = stream("The events.", 'id: 1-1\nevent: output\ndata: {"type": "output", "text": " return"}\n\n') | {
-    204: {"description": "`Last-Event-ID` is that of the final: nothing comes after it."}
+    204: {"description": "`Last-Event-ID` is that of the final: nothing comes after it."},
+    **problems(404),
 }
 
 Content = Literal["text", "all"]
@@ -69,9 +69,10 @@ def _json(value: Any, status: int = 200, **headers: str) -> Response:
 
 @router.post(
     "",
+    operation_id="submit_trace",
     status_code=202,
     dependencies=[needs("submit")],
-    responses=answers("The trace is queued.", {"id": "mine", "model": "demo"}, 202),
+    responses=answers("The trace is queued.", "SubmittedTrace", 202) | problems(400, 404, 409),
 )
 async def submit(body: TraceBody, request: Request, gateway: TheGateway, caller: TheCaller) -> Response:
     """Submit a trace that runs detached. A `trace_id` that was submitted before runs once."""
@@ -96,8 +97,9 @@ def _submitted(trace: Trace) -> dict[str, Any]:
 
 @router.get(
     "",
+    operation_id="list_traces",
     dependencies=[needs("read")],
-    responses=answers("A page.", {"data": [{"id": "mine", "state": "running"}], "next": "1767225600000-0-7"}),
+    responses=answers("A page.", "TracePage"),
 )
 async def list_traces(
     gateway: TheGateway,
@@ -136,10 +138,11 @@ def _listed(trace: Any) -> dict[str, Any]:
 
 @router.get(
     "/{trace_id}",
+    operation_id="get_trace",
     dependencies=[needs("read")],
-    responses=answers("The trace.", {"id": "mine", "status": None, "position": "1-7"}),
+    responses=answers("The trace.", "TraceDescription") | problems(404),
 )
-async def describe(trace_id: str, gateway: TheGateway, caller: TheCaller) -> Response:
+async def describe(trace_id: TraceId, gateway: TheGateway, caller: TheCaller) -> Response:
     """Describe a trace: how far it is, and the version of its live parameters."""
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
@@ -156,12 +159,13 @@ async def describe(trace_id: str, gateway: TheGateway, caller: TheCaller) -> Res
 
 @router.get(
     "/{trace_id}/state",
+    operation_id="get_trace_state",
     dependencies=[needs("read")],
-    responses=answers(
-        "The state.", {"id": "mine", "status": "finished", "invokes": [[{"text": " return a", "saves": {}}]]}
-    ),
+    responses=answers("The state.", "TraceState") | problems(404),
 )
-async def read_state(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "reference") -> Response:
+async def read_state(
+    trace_id: TraceId, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "reference"
+) -> Response:
     """The trace's events so far, folded into text, tokens and saves."""
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
@@ -182,10 +186,11 @@ async def _inline(state: State, limit: int) -> None:
 
 @router.get(
     "/{trace_id}/live",
+    operation_id="get_live_parameters",
     dependencies=[needs("read")],
-    responses=answers("The live parameters.", {"version": 1, "values": {"alpha": 8.0}}),
+    responses=answers("The live parameters.", "LiveParameters") | problems(404),
 )
-async def read_live(trace_id: str, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "list") -> Response:
+async def read_live(trace_id: TraceId, gateway: TheGateway, caller: TheCaller, arrays: Arrays = "list") -> Response:
     """The trace's live parameters. The `ETag` is their version."""
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
@@ -194,10 +199,16 @@ async def read_live(trace_id: str, gateway: TheGateway, caller: TheCaller, array
     return _json({"version": live.version, "values": values}, ETag=_etag(live.version))
 
 
-@router.get("/{trace_id}/values/{digest}", dependencies=[needs("read")], responses=files())
+@router.get(
+    "/{trace_id}/values/{digest}",
+    operation_id="get_value",
+    response_class=Response,
+    dependencies=[needs("read")],
+    responses=files() | problems(404, 406, 501),
+)
 async def read_value(
-    trace_id: str,
-    digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")],
+    trace_id: TraceId,
+    digest: ValueDigest,
     request: Request,
     gateway: TheGateway,
     caller: TheCaller,
@@ -256,9 +267,15 @@ def resume_point(last_event_id: str | None, since: str) -> str:
     )
 
 
-@router.get("/{trace_id}/events", dependencies=[needs("read")], responses=_EVENTS)
+@router.get(
+    "/{trace_id}/events",
+    operation_id="follow_trace",
+    response_class=Response,
+    dependencies=[needs("read")],
+    responses=_EVENTS,
+)
 async def follow(
-    trace_id: str,
+    trace_id: TraceId,
     gateway: TheGateway,
     caller: TheCaller,
     since: Since = "start",
@@ -357,9 +374,14 @@ def author(caller: Caller, by: str | None) -> str:
     return caller.name if not by else f"{caller.name}/{by}"
 
 
-@router.post("/{trace_id}/steer", dependencies=[needs("steer")], responses=answers("The new version.", {"version": 1}))
+@router.post(
+    "/{trace_id}/steer",
+    operation_id="steer_trace",
+    dependencies=[needs("steer")],
+    responses=answers("The new version.", "NewVersion") | problems(400, 404, 409, 412),
+)
 async def steer(
-    trace_id: str, body: SteerBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
+    trace_id: TraceId, body: SteerBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
 ) -> Response:
     """Change live parameters, all of them at once. `If-Match`, or `if_version`, makes it a compare-and-set."""
     gateway.check_visible(caller, trace_id)
@@ -387,9 +409,12 @@ async def steer(
 
 
 @router.post(
-    "/{trace_id}/pause", dependencies=[needs("steer")], responses=answers("Whether it was running.", {"paused": True})
+    "/{trace_id}/pause",
+    operation_id="pause_trace",
+    dependencies=[needs("steer")],
+    responses=answers("Whether it was running.", "PausedTrace") | problems(400, 404, 409),
 )
-async def pause(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+async def pause(trace_id: TraceId, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
     """Pause a trace within two steps, until it is resumed."""
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
@@ -398,9 +423,14 @@ async def pause(trace_id: str, gateway: TheGateway, caller: TheCaller, body: Con
 
 
 @router.post(
-    "/{trace_id}/resume", dependencies=[needs("steer")], responses=answers("Whether it was paused.", {"resumed": True})
+    "/{trace_id}/resume",
+    operation_id="resume_trace",
+    dependencies=[needs("steer")],
+    responses=answers("Whether it was paused.", "ResumedTrace") | problems(400, 404, 409),
 )
-async def resume(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+async def resume(
+    trace_id: TraceId, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None
+) -> Response:
     """Resume a paused trace."""
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
@@ -410,10 +440,13 @@ async def resume(trace_id: str, gateway: TheGateway, caller: TheCaller, body: Co
 
 @router.post(
     "/{trace_id}/cancel",
+    operation_id="cancel_trace",
     dependencies=[needs("steer")],
-    responses=answers("Whether it had not ended.", {"cancelled": True}),
+    responses=answers("Whether it had not ended.", "CancelledTrace") | problems(400, 404, 409),
 )
-async def cancel(trace_id: str, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None) -> Response:
+async def cancel(
+    trace_id: TraceId, gateway: TheGateway, caller: TheCaller, body: ControlBody | None = None
+) -> Response:
     """Cancel a trace. What was generated and saved until then can still be read."""
     gateway.check_visible(caller, trace_id)
     given = body or ControlBody()
