@@ -1,4 +1,4 @@
-"""Arrays of a trace as files: found by digest, encoded as npy, safetensors or raw elements."""
+"""Arrays of a trace as files: found by digest, encoded as npy, safetensors, Arrow or raw elements."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tracewire.traces.large import as_dtype
 from tracewire_bus.wire.arrays import array_of, raw_bytes
 from tracewire_bus.wire.refs import DTYPES
 
+from .arrow import arrow_stream
 from .json_values import arrays_in
 from .problems import Problem
 
@@ -22,6 +23,7 @@ __all__ = ["FORMATS", "Download"]
 FORMATS: Final = {
     "npy": "application/x-npy",
     "safetensors": "application/vnd.safetensors",
+    "arrow": "application/vnd.apache.arrow.stream",
     "raw": "application/octet-stream",
 }
 #: Floats that NumPy itself does not have.
@@ -35,13 +37,16 @@ class Download:
         self._value = value
 
     @classmethod
-    def of(cls, state: State, key: bytes) -> Download | None:
-        """The array with this digest; None if there is none."""
+    def all_of(cls, state: State) -> dict[bytes, Download]:
+        """The arrays of a trace by digest."""
         everything = [choice.saves for one in state.invokes for choice in one.choices]
-        for array in (array for saves in (*everything, state.shared) for array in arrays_in(saves)):
-            if (array.digest if isinstance(array, ArrayRef) else digest(array)) == key:
-                return cls(array)
-        return None
+        arrays = [array for saves in (*everything, state.shared) for array in arrays_in(saves)]
+        return {array.digest if isinstance(array, ArrayRef) else digest(array): cls(array) for array in arrays}
+
+    @property
+    def held(self) -> int:
+        """The bytes of an array that is here, and not behind a reference."""
+        return 0 if isinstance(self._value, ArrayRef) else int(array_of(self._value).nbytes)
 
     @property
     def dtype(self) -> str:
@@ -59,7 +64,7 @@ class Download:
         Raises:
             Problem: the dtype is none.
             ValueMissing: a large array has expired.
-            LibraryMissing: safetensors is not installed.
+            LibraryMissing: safetensors, or pyarrow, is not installed.
         """
         if dtype is not None and dtype not in DTYPES:
             known = ", ".join(sorted(DTYPES))
@@ -73,6 +78,8 @@ class Download:
             file = io.BytesIO()
             np.save(file, array, allow_pickle=False)
             return file.getvalue()
+        if format == "arrow":
+            return arrow_stream(array)
         return bytes(raw_bytes(array)) if format == "raw" else _safetensors(array)
 
 

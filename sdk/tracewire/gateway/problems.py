@@ -18,6 +18,7 @@ from tracewire import (
     IntegrityError,
     InterventionError,
     InvalidRequestError,
+    LibraryMissing,
     NotFoundError,
     Overloaded,
     PermissionDeniedError,
@@ -48,6 +49,7 @@ _TITLES = {
     422: "Invalid request",
     429: "Too many requests",
     500: "Internal error",
+    501: "A library is missing",
     502: "The bus refuses the gateway",
     503: "Not available now",
 }
@@ -156,6 +158,8 @@ def _status(error: TracewireError, openai: bool) -> tuple[int, float | None]:
             return 503, error.retry_after or RETRY_AFTER_S
         case InterventionError():
             return invalid, None
+        case LibraryMissing():
+            return 501, None
         case ClosedError():
             return 503, RETRY_AFTER_S
         case TraceCancelled() | ConflictError():

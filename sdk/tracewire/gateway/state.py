@@ -19,6 +19,7 @@ from .metrics import Metrics
 from .problems import RETRY_AFTER_S, Problem
 from .settings import Settings
 from .streams import Streams
+from .value_index import ValueIndex
 
 __all__ = ["Gateway", "TheCaller", "TheGateway", "needs"]
 
@@ -41,6 +42,7 @@ class Gateway:
         self.sockets: set[anyio.CancelScope] = set()
         self.metrics = Metrics()
         self.steer_times = SteerTimes()
+        self.values = ValueIndex()
         self.closing = False
         self.running = 0
         self._idle = anyio.Event()

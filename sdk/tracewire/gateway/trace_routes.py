@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ from tracewire_bus.wire.ids import FINAL_ID
 
 from .bodies import ControlBody, SteerBody, TraceBody
 from .documents import TraceId, ValueDigest, answers, files, problems, stream
-from .downloads import FORMATS, Download
+from .downloads import FORMATS
 from .event_json import event_json, state_json
 from .json_values import Form, inlined, to_json, values_of
 from .keys import Caller
@@ -212,16 +213,16 @@ async def read_value(
     request: Request,
     gateway: TheGateway,
     caller: TheCaller,
-    format: Annotated[Literal["npy", "safetensors", "raw"] | None, Query()] = None,
+    format: Annotated[Literal["npy", "safetensors", "arrow", "raw"] | None, Query()] = None,
     dtype: Annotated[str | None, Query(description="the dtype to convert to")] = None,
 ) -> Response:
-    """An array of the trace by its digest. `npy` has bfloat16 and 8-bit floats as float32, unless `dtype` says more."""
+    """An array of the trace by its digest. `npy` and `arrow` have bfloat16 and 8-bit floats as float32."""
     gateway.check_visible(caller, trace_id)
     wanted = format or _accepted_format(request.headers.get("accept"))
     etag = f'"{digest}"'
     with gateway.patience():
-        state = await gateway.client.get_state(trace_id)
-    download = Download.of(state, bytes.fromhex(digest))
+        key, read = bytes.fromhex(digest), partial(gateway.client.get_state, trace_id)
+        download = await gateway.values.find(trace_id, key, read)
     if download is None:
         raise ValueMissing(trace_id, digest, "no value of the trace has this digest")
     if request.headers.get("if-none-match") == etag and dtype is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
 import pytest
 from safetensors.numpy import load
 
@@ -23,6 +24,8 @@ async def test_each_format() -> None:
     assert np.array_equal(np.load(io.BytesIO(await Download(PLAIN).encoded("npy"))), PLAIN)
     assert await Download(PLAIN).encoded("raw") == PLAIN.tobytes()
     assert np.array_equal(load(await Download(PLAIN).encoded("safetensors"))["value"], PLAIN)
+    with pa.ipc.open_stream(await Download(PLAIN).encoded("arrow")) as stream:
+        assert stream.read_all().schema.metadata[b"tracewire.shape"] == b"[2, 3]"
     assert (Download(PLAIN).dtype, Download(PLAIN).shape) == ("float32", (2, 3))
 
 

@@ -20,6 +20,7 @@ CASES: list[tuple[errors.TracewireError, int, int]] = [
     (errors.BusUnavailable("away"), 503, 503),
     (errors.BusFull("full"), 503, 503),
     (errors.BusRefused("no"), 502, 502),
+    (errors.LibraryMissing("the format arrow", "pyarrow"), 501, 501),
     (errors.UnexpectedReply("odd"), 502, 502),
     (errors.TraceEnded("t"), 409, 409),
     (errors.VersionConflict("t", "other", 4), 409, 409),
