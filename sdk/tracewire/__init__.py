@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracewire.admin.dead_letters import DeadLetter, DeadLetters
 from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
-from tracewire.admin.engines import Draining, Engine, Engines
+from tracewire.admin.engines import Draining, Engine, Engines, RedisMemory
 from tracewire.admin.listing import Listing
 from tracewire.admin.models import Models
 from tracewire.admin.traces import Traces
@@ -260,6 +260,7 @@ __all__ = [
     "Probe",
     "Prompt",
     "PromptInput",
+    "RedisMemory",
     "Restarted",
     "Result",
     "Resumed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -43,7 +44,8 @@ class EngineRegistry:
         """
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(info, modules=[], attributes={}, sources={}, config={}, tree=_tree_digest(info))
-        lasting = digest_bytes(encode(msgspec.structs.replace(brief, running=0, malformed=0)))
+        changing: dict[str, Any] = {"running": 0, "malformed": 0, "waiting_bytes": 0, "edit_failures": {}}
+        lasting = digest_bytes(encode(msgspec.structs.replace(brief, **changing)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
             # A process that finds a member of the set without an entry removes the member.

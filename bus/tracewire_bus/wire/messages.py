@@ -905,7 +905,9 @@ class EngineInfo(Message):
     number). `host` is its machine or pod. `openai` is the URL of its HTTP API, `""` if it serves none. `retention_s` is
     how many seconds it keeps a trace after the trace's end, 0 if unknown. `edits` is the generation of the model's
     standing interventions that the engine runs; `edit_errors` maps the name of an intervention that it cannot run to
-    the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped.
+    the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped. `waiting_bytes` is
+    how many bytes of events and saves wait for Redis. `edit_failures` counts for each standing intervention the
+    requests of this engine on which it raised.
     """
 
     engine: str
@@ -939,3 +941,5 @@ class EngineInfo(Message):
     malformed: int = 0
     config: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    waiting_bytes: int = 0
+    edit_failures: dict[str, int] = {}

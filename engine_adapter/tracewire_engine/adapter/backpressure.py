@@ -87,11 +87,15 @@ class Backpressure:
                 # The event waits for Redis like any other.
                 group.start_soon(run.publish_lag, event)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes of events and saves wait for Redis."""
+        waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
+        return waiting + sum(run.lag.output_bytes for run in self._claims.running())
+
     async def _slow_engine(self) -> None:
         """Pause the whole engine while more than `buffer_bytes` wait, until half of that is left."""
-        lifecycle = self._lifecycle
-        waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
-        waiting += sum(run.lag.output_bytes for run in self._claims.running())
+        lifecycle, waiting = self._lifecycle, self.waiting_bytes
         paused = lifecycle.engine_paused
         if paused == (waiting > (self._most // 2 if paused else self._most)):
             return

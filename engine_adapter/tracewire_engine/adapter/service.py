@@ -276,7 +276,7 @@ class Adapter:
             # Route reports of plain requests, for which no task waits.
             self._reports.pull()
             info.running = len(self._intake.scopes) + self.plain.running
-            info.malformed = self._bus.guard.malformed
+            info.malformed, info.waiting_bytes = self._bus.guard.malformed, self._backpressure.waiting_bytes
             stopping = "holding" if self.engine_paused and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:

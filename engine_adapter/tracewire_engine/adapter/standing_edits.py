@@ -186,6 +186,9 @@ class StandingEdits:
         known = {(edit.name, edit.version) for edit in ready}
         self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
         self._info.edits, self._info.edit_errors = edits.generation, errors
+        failures = self._info.edit_failures
+        # A counter of an edit that is gone would never end.
+        self._info.edit_failures = {one.name: failures[one.name] for one in edits.edits if one.name in failures}
 
     async def _check(self, installed: Installed) -> RunnableEdit:
         edit = installed.edit
@@ -268,6 +271,7 @@ class StandingEdits:
                 )
                 self._queue_record(entry)
             streak = self._streaks[key] = self._streaks.get(key, 0) + 1
+            self._info.edit_failures[edit.name] = self._info.edit_failures.get(edit.name, 0) + 1
             if edit.max_failures and streak == edit.max_failures:
                 why = (
                     f"it raised on {streak} requests of engine {self._info.engine} in a row, "

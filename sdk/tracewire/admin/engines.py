@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
 
-__all__ = ["Draining", "Engine", "Engines"]
+__all__ = ["Draining", "Engine", "Engines", "RedisMemory"]
 
 #: How often `Draining.wait` checks whether the engine has left, in seconds.
 _LOOK_S = 0.2
@@ -43,6 +43,8 @@ class Engine(msgspec.Struct, frozen=True):
         started_at: when it started, in seconds since the epoch by its own clock.
         malformed: how many malformed items it has found in Redis and skipped. More than 0 means that another program
             writes to Tracewire's keys.
+        waiting_bytes: how many bytes of events and saves wait for Redis.
+        edit_failures: for each standing intervention the number of this engine's requests on which it raised.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Engine(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     started_at: float
     malformed: int = 0
+    waiting_bytes: int = 0
+    edit_failures: dict[str, int] = {}
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
@@ -77,6 +81,8 @@ class Engine(msgspec.Struct, frozen=True):
             versions={name: getattr(versions, name) for name in versions.__struct_fields__},
             started_at=info.started_at,
             malformed=info.malformed,
+            waiting_bytes=info.waiting_bytes,
+            edit_failures=dict(info.edit_failures),
         )
 
     @property
@@ -122,6 +128,13 @@ class Draining:
 
     def __repr__(self) -> str:
         return f"<Draining of {self.engine.name}>"
+
+
+class RedisMemory(msgspec.Struct, frozen=True):
+    """The memory of Redis: the bytes that it uses, and its limit, 0 for none."""
+
+    used: int
+    limit: int
 
 
 class Engines:
@@ -179,6 +192,18 @@ class Engines:
             waiting = await bus.queue.waiting(drained.model)
         others = [one.name for one in engines if one.model == drained.model and one.ready and one.name != name]
         return Draining(bus, drained, tuple(others), waiting)
+
+    async def redis_memory(self) -> RedisMemory:
+        """The memory of the Redis that takes the engines' events; of a cluster, that of one node.
+
+        Raises:
+            BusRefused: Redis's user may not ask.
+            BusUnavailable: Redis does not answer.
+        """
+        bus = self._session.open_bus()
+        with bus_errors():
+            limit, used, _ = await bus.memory.usage()
+        return RedisMemory(used, limit)
 
     def __repr__(self) -> str:
         return "<Engines>"

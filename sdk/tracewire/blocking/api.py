@@ -14,7 +14,7 @@ from tracewire.admin.edits import Edit, EditOutput
 from tracewire.admin.edits import Edits as AsyncEdits
 from tracewire.admin.edits import EditWatch as AsyncEditWatch
 from tracewire.admin.engines import Draining as AsyncDraining
-from tracewire.admin.engines import Engine
+from tracewire.admin.engines import Engine, RedisMemory
 from tracewire.admin.engines import Engines as AsyncEngines
 from tracewire.admin.listing import Listing as AsyncListing
 from tracewire.admin.models import Models as AsyncModels
@@ -627,6 +627,15 @@ class Engines(Bridge[AsyncEngines]):
             self, self._portal.call(partial(self._async.drain, engine, timeout=timeout, by=by))
         )
         return made
+
+    def redis_memory(self) -> RedisMemory:
+        """The memory of the Redis that takes the engines' events; of a cluster, that of one node.
+
+        Raises:
+            BusRefused: Redis's user may not ask.
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(self._async.redis_memory)
 
 
 class Models(Bridge[AsyncModels]):

@@ -98,6 +98,22 @@ class Metrics:
         self.engine_capacity = Gauge(
             "tracewire_engine_capacity", "Traces that an engine runs at most.", ("model", "engine"), registry=registry
         )
+        self.engine_waiting = Gauge(
+            "tracewire_engine_waiting_bytes",
+            "Bytes of events and saves that an engine has made and Redis has not taken.",
+            ("model", "engine"),
+            registry=registry,
+        )
+        self.edit_failures = Gauge(
+            "tracewire_edit_failures",
+            "Requests on which a standing intervention raised, since the engine's start.",
+            ("model", "engine", "edit"),
+            registry=registry,
+        )
+        self.redis_used = Gauge("tracewire_redis_used_bytes", "Memory that Redis uses.", registry=registry)
+        self.redis_limit = Gauge(
+            "tracewire_redis_limit_bytes", "Limit on the memory of Redis, 0 for none.", registry=registry
+        )
         self.waiting = Gauge(
             "tracewire_queue_waiting", "Submissions that wait for a model.", ("model",), registry=registry
         )
@@ -121,13 +137,21 @@ class Metrics:
         with suppress(BusRefused):
             # Redis shows dead letters to operators only (deploy/redis/users.acl).
             self.dead_letters.set(await client.dead_letters.count())
-        for gauge in (self.engines, self.engine_running, self.engine_capacity, self.waiting, self.oldest):
+        with suppress(BusRefused):
+            memory = await client.engines.redis_memory()
+            self.redis_used.set(memory.used)
+            self.redis_limit.set(memory.limit)
+        of_engines = (self.engines, self.engine_running, self.engine_capacity, self.engine_waiting, self.edit_failures)
+        for gauge in (*of_engines, self.waiting, self.oldest):
             # An engine that has left is no longer told of.
             gauge.clear()
         for engine in engines:
             self.engines.labels(engine.model, engine.state).inc()
             self.engine_running.labels(engine.model, engine.name).set(engine.running)
             self.engine_capacity.labels(engine.model, engine.name).set(engine.capacity)
+            self.engine_waiting.labels(engine.model, engine.name).set(engine.waiting_bytes)
+            for edit, count in engine.edit_failures.items():
+                self.edit_failures.labels(engine.model, engine.name, edit).set(count)
         for model, count in waiting.items():
             self.waiting.labels(model).set(count)
             self.oldest.labels(model).set(oldest[model])

@@ -349,6 +349,8 @@ class RunningEngine(Form):
     versions: dict[str, str]
     started_at: float
     malformed: int
+    waiting_bytes: int
+    edit_failures: dict[str, int]
 
 
 class EngineList(Form):

@@ -8,6 +8,7 @@ import tracewire
 from tests.support.bus_engine import engine_info
 from tracewire import Client
 from tracewire_bus.bus import Bus
+from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Versions
 
 
@@ -41,3 +42,13 @@ async def test_one_client_sees_the_engines_of_all_models(client: Client, bus: Bu
     assert engines[0].host == "a"
     assert engines[2].versions["vllm"] == "0.32.0"
     assert [one.name for one in await client.engines.list(model="right")] == ["r1"]
+
+
+async def test_the_memory_of_redis() -> None:
+    async with EmbeddedServer.start() as server, Bus.open(server.url) as bus, tracewire.connect(server.url) as client:
+        before = await client.engines.redis_memory()
+        await bus._connections.command("SET", "filler", b"x" * 5_000_000)
+        await bus._connections.command("CONFIG", "SET", "maxmemory", "512mb")
+        after = await client.engines.redis_memory()
+    assert after.used - before.used > 4_000_000
+    assert after.limit == 512 * 1024 * 1024

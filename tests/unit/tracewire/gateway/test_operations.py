@@ -61,13 +61,23 @@ async def test_the_metrics_are_those_of_the_page(engine: Engine, served: Served)
 
 
 async def test_engines_and_queues_are_counted(engine: Engine, served: Served) -> None:
-    async with engine(engine="one", running=2, capacity=4), engine(engine="two", state="draining"):
+    told = {"running": 2, "capacity": 4, "waiting_bytes": 70, "edit_failures": {"calm": 2}}
+    async with engine(engine="one", **told), engine(engine="two", state="draining"):
         found = await metrics(served)
         assert found["tracewire_engines", ("tiny", "serving")] == found["tracewire_engines", ("tiny", "draining")] == 1
         assert found["tracewire_engine_running_traces", ("one", "tiny")] == 2
         assert found["tracewire_engine_capacity", ("one", "tiny")] == 4
+        assert found["tracewire_engine_waiting_bytes", ("one", "tiny")] == 70
+        assert found["tracewire_edit_failures", ("calm", "one", "tiny")] == 2
+        assert not [labels for name, labels in found if name == "tracewire_edit_failures" and "two" in labels]
     found = await metrics(served)
     assert not any(name.startswith("tracewire_engine") for name, _ in found)
+
+
+async def test_the_memory_of_redis_is_told(served: Served) -> None:
+    found = await metrics(served)
+    assert found["tracewire_redis_used_bytes", ()] > 100_000
+    assert found["tracewire_redis_limit_bytes", ()] >= 0
 
 
 async def test_submissions_that_wait_are_counted(bus: Bus, served: Served) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import acts
+from tests.support.until import until
 from tracewire import Client
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
@@ -24,6 +25,11 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
     """As one that was told to stop does, with an error of its own type: nobody else's traces end by that."""
     monkeypatch.setattr("tracewire_engine.adapter.backpressure.RETRY_S", 0.0)
     held = anyio.Event()
+
+    async def told() -> bool:
+        """The registry says what waits for Redis, and that the engine is held for it."""
+        (found,) = [one for one in await client.engines.list() if one.name != "registered"]
+        return found.waiting_bytes > 10 and found.state == "holding"
 
     class Refusing(PlayedEngine):
         refusals = 1
@@ -46,6 +52,7 @@ async def test_an_engine_that_refuses_to_be_held_is_asked_again(
             engine.report(Report(steps=[StepRecord(request, 0, 0, nothing)]))
             await held.wait()
             assert adapter.engine_paused
+            await until(told)
             outputs.put("x")
             engine.report(Report(finishes=[FinishRecord(request, 0, nothing, steps=1)]))
             outputs.put("", "stop", 0)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.served import counted, runs, served
 from tests.support.standing_edits import raised, standing, told, went_well
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.edits import Edits
+from tracewire_bus.store.edits import Edits, EditSet
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.adapter import standing_edits as module
 from tracewire_engine.adapter.engine_api import Rejection
@@ -117,3 +117,16 @@ async def test_garbage_among_the_edits_ends_no_engine(part: str, bus: Bus, embed
         await runs(client)
         if part in ("about", "state"):
             await counted(client)
+
+
+async def test_failures_of_each_edit_are_counted_for_the_registry(bus: Bus) -> None:
+    edits = await standing(bus)
+    chosen, info = edits.choose(None), edits._info
+    for number in range(2):
+        edits.count_end(chosen, raised(number))
+    edits.count_end(chosen, went_well(2))
+    edits.count_end(chosen, raised(3))
+    assert list(info.edit_failures.values()) == [3]
+    # Of an edit that was removed nothing is left.
+    await edits.take(EditSet(info.edits + 1, ()))
+    assert info.edit_failures == {}
