@@ -41,7 +41,7 @@ FOREIGN = {
     *("--api-key", "--ssl-certfile", "--ssl-keyfile"),  # of vLLM's HTTP server
     *("--address", "--head", "--num-cpus"),
     *("--factory", "--timeout-graceful-shutdown", "--workers"),
-    *("--from-literal", "--scale", "--strict", "--target", "--wait"),
+    *("--from-file", "--from-literal", "--scale", "--strict", "--target", "--wait"),
 }
 #: nnsight's own tests, which docs/nnsight.md and docs/edits.md compare with (tests/test_nnsight_page.py sees to ours).
 NNSIGHT_PAGES = ("nnsight.md", "edits.md")

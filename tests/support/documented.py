@@ -95,8 +95,8 @@ RUN_BY_NONE = {
     "cd deploy && kustomize": _CLUSTER,
     'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
-    "pip install kubernetes-validate": "asks a package registry",
-    "kubernetes-validate": "needs a program that no lock holds; tests/e2e/parallel/test_deployment.py reads them",
+    "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
+    "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",
     "python examples/two_hosts/run.py": (
         "needs Docker; tests/e2e/parallel/test_ray_hosts.py walks it in network namespaces"
     ),

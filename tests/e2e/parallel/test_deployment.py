@@ -76,20 +76,18 @@ def test_everything_that_is_referred_to_is_there() -> None:
     (made,) = KUSTOMIZATION["configMapGenerator"]
     assert all((DEPLOY / file).is_file() for file in made["files"])
     labels = {
-        kind: pod(kind, name)["metadata"]["labels"]
-        for kind, name in (("Deployment", "tracewire-engine"), ("StatefulSet", "tracewire-redis"))
+        name: pod(kind, name)["metadata"]["labels"] for kind, name in RESOURCES if kind in ("Deployment", "StatefulSet")
     }
-    for (kind, _), one in RESOURCES.items():
-        spec = one.get("spec", {})
-        if kind in labels:
-            assert spec["selector"]["matchLabels"] == labels[kind]
-        elif kind == "Service":
-            assert spec["selector"] == labels["StatefulSet"]
-        elif kind == "PodDisruptionBudget":
-            assert spec["selector"]["matchLabels"] == labels["Deployment"]
-        elif kind == "NetworkPolicy":
-            assert spec["podSelector"]["matchLabels"] == labels["StatefulSet"]
-            assert {"podSelector": {"matchLabels": labels["Deployment"]}} in spec["ingress"][0]["from"]
+    for (kind, name), one in RESOURCES.items():
+        if kind == "Namespace":
+            continue
+        spec, chosen = one["spec"], labels[name]
+        selector = spec.get("selector", spec.get("podSelector"))
+        selected = selector if kind == "Service" else selector["matchLabels"]
+        assert selected.items() <= chosen.items()
+        assert not [other for other in labels if other != name and selected.items() <= labels[other].items()]
+    policy = RESOURCES["NetworkPolicy", "tracewire-redis"]["spec"]["ingress"][0]["from"]
+    assert {"podSelector": {"matchLabels": labels["tracewire-engine"]}} in policy
     volumes = {one["name"]: one for one in pod("StatefulSet", "tracewire-redis")["spec"]["volumes"]}
     assert volumes["setup"]["configMap"]["name"] == made["name"]
     (password,) = (one for one in ENGINE["env"] if "valueFrom" in one)
@@ -98,7 +96,7 @@ def test_everything_that_is_referred_to_is_there() -> None:
         "key": "engine",
     }
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert COMPOSE["services"]["engine"]["build"]["target"] in stages
+    assert {one["build"]["target"] for one in COMPOSE["services"].values() if "build" in one} <= set(stages)
     for sources, _ in copied():
         assert all((ROOT / name).exists() for name in sources), sources
 
