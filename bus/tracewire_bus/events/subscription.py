@@ -248,6 +248,11 @@ class Subscription:
         """Id of the last yielded entry, or of the one that it began after; `""` if none. Another `since` may use it."""
         return self._yielded
 
+    @property
+    def ready(self) -> bool:
+        """Whether an entry is here, so that the next one takes no waiting for Redis."""
+        return bool(self._buffer)
+
     def __aiter__(self) -> Self:
         return self
 

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -21,8 +22,10 @@ logger = logging.getLogger("tracewire.gateway")
 
 T = TypeVar("T")
 
-#: How many chunks are sent before other tasks have a turn, where events come faster than they are sent.
-_CHUNKS_PER_TICK = 16
+#: How many chunks leave with one write before other tasks have a turn, where events come faster than they are sent.
+_CHUNKS_PER_WRITE = 16
+#: A chunk of so many bytes leaves by itself.
+_LARGE = 16 * 1024
 
 
 class _Mark:
@@ -157,12 +160,19 @@ class EventSource(Response):
             StopAsyncIteration: the source is over.
         """
         if not self._closing:
+            if self._is_ready():
+                # What a limit on the waiting costs is saved.
+                return await self._source.__anext__()
             try:
                 with anyio.move_on_after(self._streams.keep_alive_s) as self._waiting:
                     return await self._source.__anext__()
             finally:
                 self._waiting = None
         return self._silence()
+
+    def _is_ready(self) -> bool:
+        """Whether the next event is here, so that the chunks before it can leave with it."""
+        return getattr(self._source, "_ready", False)
 
     def _silence(self) -> _Mark:
         return CLOSING if self._closing else SILENCE
@@ -197,21 +207,25 @@ class EventSource(Response):
         seconds = self._streams.stall_s
         while True:
             await anyio.sleep(seconds / 4)
-            if self._sending is not None and anyio.current_time() - self._sending >= seconds:
+            if self._sending is not None and monotonic() - self._sending >= seconds:
                 logger.info("a reader has taken nothing for %g s and is disconnected", seconds)
                 scope.cancel()
                 return
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        count = 0
+        held: list[bytes] = []
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
-                count += 1
-                if not count % _CHUNKS_PER_TICK:
+                held.append(chunk)
+                if len(held) < _CHUNKS_PER_WRITE and len(chunk) < _LARGE and self._is_ready():
+                    # Most of the cost of a small chunk is its write.
+                    continue
+                if len(held) == _CHUNKS_PER_WRITE:
                     # The server notices on its event loop that a client has left, which a burst of events keeps busy.
                     await anyio.lowlevel.checkpoint()
-                self._sending = anyio.current_time()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._sending = monotonic()
+                await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
                 self._sending = None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                held.clear()
+        await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})

@@ -59,6 +59,11 @@ class EventReader:
             attempt, seq = self._entries.last
             self.position = f"{attempt}-{seq}"
 
+    @property
+    def ready(self) -> bool:
+        """Whether an event is here. Its saves may still stand in a bulk store."""
+        return self._unreturned is not None or self._entries.ready
+
     def assume_exists(self, *, new: bool = False) -> None:
         """Have a missing stream raise an error: the caller knows that the trace exists. A `new` one has few events."""
         self._entries.expect(new=new)

@@ -160,6 +160,11 @@ class Subscription(EventStream[Event]):
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
 
+    @property
+    def _ready(self) -> bool:
+        """Whether the next event is here."""
+        return self._reader.ready
+
     async def __anext__(self) -> Event:
         if self._ended:
             raise StopAsyncIteration

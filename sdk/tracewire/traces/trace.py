@@ -274,6 +274,11 @@ class Trace(EventStream[Item]):
         self._iterating = True
         return self
 
+    @property
+    def _ready(self) -> bool:
+        """Whether the next item is here."""
+        return bool(self._items) or (self._reader is not None and self._reader.ready)
+
     async def __anext__(self) -> Item:
         self._iterating = True
         await self._read_until(lambda: bool(self._items) or self._fold.finished)

@@ -44,6 +44,25 @@ class Numbers(EventSource):
             yield b"silence" if event is SILENCE else encoded(event)
 
 
+class Ready:
+    """A source whose events are all here, as where a stream was behind."""
+
+    def __init__(self, count: int) -> None:
+        self.left = list(range(count))
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self.left)
+
+    async def __anext__(self) -> int:
+        if not self.left:
+            raise StopAsyncIteration
+        return self.left.pop(0)
+
+    async def aclose(self) -> None:
+        self.left.clear()
+
+
 class Reader:
     """The server's side of one request."""
 
@@ -183,3 +202,34 @@ async def test_work_has_its_result_and_its_error() -> None:
 def test_an_event_is_one_line_of_data() -> None:
     text = encoded({"text": "a\nb\r", "n": float("nan")}, name="output", event_id="1-2").decode()
     assert text == 'id: 1-2\nevent: output\ndata: {"text":"a\\nb\\r","n":null}\n\n'
+
+
+async def test_events_that_are_here_leave_with_one_write() -> None:
+    reader = Reader()
+    await Numbers(Streams(keep_alive_s=60, stall_s=60), Ready(40))({}, reader.receive, reader.send)
+    assert b"".join(reader.sent) == b"".join(encoded(number) for number in range(40))
+    # No more at once than keeps the event loop free for others.
+    assert [chunk.count(b"data: ") for chunk in reader.sent] == [16, 16, 8]
+    assert reader.over
+
+
+async def test_a_large_chunk_leaves_by_itself() -> None:
+    class Texts(Numbers):
+        async def chunks(self) -> AsyncGenerator[bytes]:
+            async for chunk in super().chunks():
+                yield chunk if b"2" not in chunk else b"x" * 20_000
+
+    reader = Reader()
+    await Texts(Streams(keep_alive_s=60, stall_s=60), Ready(4))({}, reader.receive, reader.send)
+    assert [len(chunk) > 20_000 for chunk in reader.sent] == [True, False]
+
+
+async def test_an_event_that_waits_for_another_leaves_at_once() -> None:
+    reader, source = Reader(), Fed()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(Streams(keep_alive_s=60, stall_s=60), source), {}, reader.receive, reader.send)
+        for number in range(3):
+            await source.give.send(number)
+            await reader.until(number + 1)
+        source.give.close()
+    assert reader.sent == [encoded(number) for number in range(3)]
