@@ -21,7 +21,7 @@ import pytest
 
 import tracewire
 from tests.examples.test_examples import module_of
-from tests.support import typecheck
+from tests.support import gateways, typecheck
 from tests.support.bus_engine import BusEngine, Script, Stage, engine_info, tiny
 from tests.support.redis.proxy import proxy
 from tracewire_bus.transport.embedded import EmbeddedServer
@@ -228,3 +228,17 @@ async def test_the_steering_loop(url: str) -> None:
     async with serving(url, script):
         said = (await ran("steering.py")).splitlines()
     assert said[0] == "version 1 from token 1 on: alpha 2.00"
+
+
+async def test_over_http_one_client_steers_the_answer_of_another(url: str) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one")
+        # As long as the other client has not steered it.
+        await stage.steered()
+        await stage.tell()
+        await stage.output(f" kept {stage.live['keep']}")
+        await stage.final()
+
+    async with serving(url, script), gateways.serving(url, "tw") as served:
+        assert await ran("over_http.py", served.url, "hello") == "one kept 0.5"
