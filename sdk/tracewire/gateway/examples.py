@@ -92,6 +92,7 @@ EXAMPLES: dict[str, Any] = {
     "PausedTrace": {"paused": True},
     "ResumedTrace": {"resumed": True},
     "CancelledTrace": {"cancelled": True},
+    "CallerKey": {"name": "alice", "rights": ["read", "steer"], "tenant": "red"},
     "EngineList": {"data": [_ENGINE]},
     "RunningEngine": _ENGINE,
     "DrainingEngine": {"engine": "gpu-0", "others": ["gpu-1"], "waiting": 0},

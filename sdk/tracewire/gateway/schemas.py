@@ -367,6 +367,14 @@ class DrainingEngine(Form):
     waiting: int
 
 
+class CallerKey(Form):
+    """The key of a request: its name, its rights, and the tenant whose traces it sees."""
+
+    name: str
+    rights: list[str]
+    tenant: str | None
+
+
 class StandingEdit(Form):
     """A standing intervention. `problems` says why engines do not run it, by engine."""
 
@@ -426,7 +434,18 @@ class ServerSentEvent(Form):
 _FORMS = (
     *(ModelCard, ModelList, Completion, ChatCompletion, ModelResponse, OpenAIError, SubmittedTrace, TracePage),
     *(LiveParameters, TraceDescription, TraceState, NewVersion, PausedTrace, ResumedTrace, CancelledTrace),
-    *(EngineList, RunningEngine, DrainingEngine, EditList, StandingEdit, Problem, ServerSentEvent, BlockBody, Declared),
+    *(
+        CallerKey,
+        EngineList,
+        RunningEngine,
+        DrainingEngine,
+        EditList,
+        StandingEdit,
+        Problem,
+        ServerSentEvent,
+        BlockBody,
+        Declared,
+    ),
 )
 
 #: The name of the schema of declared interventions, which `do` tells apart.

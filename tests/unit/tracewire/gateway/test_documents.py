@@ -85,6 +85,7 @@ def test_routes_have_names_of_their_own() -> None:
         "edits",
         "engines",
         "openai",
+        "operations",
         "traces",
     }
 

@@ -94,6 +94,7 @@ async def test_chats_with_tools_and_logprobs(engine: Engine, served: Served) -> 
 
 async def test_control_and_engines(redis_url: str, prefix: str) -> None:
     async with documented(redis_url, prefix) as served, served.http() as http:
+        check((await http.get("/key")).json(), "CallerKey")
         check((await http.get("/engines")).json(), "EngineList")
         check((await http.post("/engines/gpu-0/drain")).json(), "DrainingEngine")
         check(
