@@ -118,6 +118,9 @@ class ScriptedEngine(FakeEngine):
     engine; one that begins with `hang` never gets a token after its first.
     """
 
+    #: What a request plays.
+    request_type: type[_Request] = _Request
+
     def __init__(self, pace: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
         self._pace = pace
@@ -205,7 +208,7 @@ class ScriptedEngine(FakeEngine):
         """Run it from the next step on."""
         if self.lost:
             raise EngineLost("the scripted engine is lost")
-        begun = self._requests[request] = _Request(request, prepared)
+        begun = self._requests[request] = self.request_type(request, prepared)
         self._begun.set()
         return begun
 

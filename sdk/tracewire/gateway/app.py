@@ -20,10 +20,12 @@ from starlette.responses import Response
 import tracewire
 from tracewire import TracewireError
 
+from .dashboard_files import add_dashboard
 from .documents import COMMON, OPENAI_COMMON, completed
 from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
+from .many_traces import router as many_traces
 from .openai_routes import router as openai
 from .operations import router as operations
 from .problems import Problem, of_error, of_validation
@@ -102,9 +104,10 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
     _handle_errors(app)
     for router in (openai, responses):
         app.include_router(router, responses=OPENAI_COMMON)
-    for router in (traces, engines, operations):
+    for router in (traces, engines, operations, many_traces):
         app.include_router(router, responses=COMMON)
     app.include_router(sockets)
+    add_dashboard(app)
     return app
 
 

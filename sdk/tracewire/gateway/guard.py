@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tracewire_bus.log_fields import add_log_fields
 
+from .browser_sockets import authorization_of, check_origin
+from .dashboard_files import is_dashboard
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
 
@@ -33,7 +35,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or one WebSocket."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN:
+        if scope["type"] == "lifespan" or scope["path"] in OPEN or is_dashboard(scope["path"]):
             await self._app(scope, receive, send)
             return
         gateway: Gateway = scope["app"].state.gateway
@@ -48,7 +50,9 @@ class Guard:
         try:
             if gateway.closing:
                 raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
-            caller = gateway.keys.caller(_header(scope, b"authorization"))
+            if scope["type"] == "websocket":
+                check_origin(scope, gateway.settings.cors)
+            caller = gateway.keys.caller(authorization_of(scope))
             # The path names the trace, where a trace exists already.
             add_log_fields(client=caller.name, path=scope["path"])
             with gateway.limits.request(caller):

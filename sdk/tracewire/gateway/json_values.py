@@ -29,7 +29,11 @@ __all__ = ["Arrays", "Form", "arrays_in", "block_of", "inlined", "interventions_
 
 Arrays: TypeAlias = Literal["list", "base64"]
 """How arrays stand in an answer."""
-Form: TypeAlias = Literal["list", "base64", "reference"]
+Form: TypeAlias = Literal["list", "base64", "reference", "small"]
+"""With `small`, arrays of up to 256 elements are lists, and larger ones references."""
+
+#: The most elements of a `small` array.
+_SMALL = 256
 
 #: Depth of containers in a request's values.
 _MAX_DEPTH = 64
@@ -68,7 +72,7 @@ def _key(key: Any) -> str:
 
 def _array(value: Any, form: Form, trace_id: str) -> Any:
     array = array_of(value)
-    if form == "reference":
+    if form == "reference" or (form == "small" and array.size > _SMALL):
         return _reference(array.dtype.name, array.shape, digest(array), array.nbytes, trace_id)
     if form == "base64" or array.dtype.kind == "c":
         raw = base64.b64encode(raw_bytes(array)).decode()

@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from tracewire import TracewireError
 
+from .documents import answers
 from .metrics import CONTENT_TYPE
-from .state import TheGateway, needs
+from .state import TheCaller, TheGateway, needs
 
 __all__ = ["router"]
 
@@ -41,6 +42,16 @@ async def readyz(gateway: TheGateway) -> Response:
     except (TimeoutError, TracewireError):
         return JSONResponse({"status": "the bus does not answer"}, 503)
     return JSONResponse({"status": "ok", "models": sorted(one.name for one in models)})
+
+
+@router.get(
+    "/key",
+    dependencies=[needs("read")],
+    responses=answers("The key.", {"name": "alice", "rights": ["read", "steer"], "tenant": "red"}),
+)
+async def key(caller: TheCaller) -> Response:
+    """Describe the request's key: its name, its rights, and the tenant whose traces it sees."""
+    return JSONResponse({"name": caller.name, "rights": sorted(caller.rights), "tenant": caller.tenant or None})
 
 
 @router.get("/metrics", dependencies=[needs("operate")], include_in_schema=False)

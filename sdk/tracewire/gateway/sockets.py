@@ -17,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from tracewire import Subscription, TracewireError
 
+from .browser_sockets import subprotocol_of
 from .json_values import Form, values_of
 from .keys import Caller
 from .problems import Problem, of_error
@@ -67,7 +68,7 @@ async def connect(
     except TracewireError as error:
         await socket.close(_POLICY, str(error)[:120])
         return
-    await socket.accept()
+    await socket.accept(subprotocol_of(socket.scope))
     await _Conversation(socket, gateway, caller, subscription, content, arrays).run()
 
 

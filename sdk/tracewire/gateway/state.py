@@ -28,7 +28,8 @@ class Gateway:
     """The state of one gateway.
 
     Attributes:
-        sockets: the scopes of the WebSockets that are open.
+        sockets: the scopes of the WebSockets that end with their trace.
+        endless: those of the others, whose clients go on at another gateway.
         closing: whether the gateway takes no new requests.
         running: how many requests run, streams included.
     """
@@ -40,6 +41,7 @@ class Gateway:
         self.limits = Limits(settings.concurrency)
         self.streams = Streams(keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
         self.sockets: set[anyio.CancelScope] = set()
+        self.endless: set[anyio.CancelScope] = set()
         self.metrics = Metrics()
         self.steer_times = SteerTimes()
         self.values = ValueIndex()
@@ -65,6 +67,8 @@ class Gateway:
     async def drain(self) -> None:
         """Take no new requests, and wait for those that run: up to `drain_s`, and then a moment for streams' ends."""
         self.closing = True
+        for scope in list(self.endless):
+            scope.cancel()
         with anyio.move_on_after(self.settings.drain_s) as self._draining:
             await self._until_idle()
         self.streams.close()

@@ -171,7 +171,7 @@ async def read_state(
     gateway.check_visible(caller, trace_id)
     with gateway.patience():
         state = await gateway.client.get_state(trace_id)
-        if arrays != "reference":
+        if arrays in ("list", "base64"):
             await _inline(state, gateway.settings.inline_bytes)
     return _json(state_json(state, arrays))
 
@@ -342,7 +342,7 @@ async def feed_json(event: Event, content: Content, form: Form, trace_id: str, l
     if content == "text":
         for name in ("delta", "saves", "shared", "manifest"):
             data.pop(name, None)
-    elif form != "reference" and isinstance(event, Output):
+    elif form in ("list", "base64") and isinstance(event, Output):
         data["delta"] = to_json(await inlined(event.delta, limit), form, trace_id)
     return data
 

@@ -1,0 +1,64 @@
+"""What browsers' WebSockets need: a key without a header, and a check of the page that opens one.
+
+A browser cannot send `Authorization` with a WebSocket. It offers the subprotocols `tracewire` and `tracewire.key.KEY`
+instead, with the key in base64url without padding. The gateway chooses the first.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from .problems import Problem
+
+__all__ = ["SUBPROTOCOL", "authorization_of", "check_origin", "subprotocol_of"]
+
+SUBPROTOCOL = "tracewire"
+_KEY = f"{SUBPROTOCOL}.key."
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+def authorization_of(scope: Scope) -> str | None:
+    """The `Authorization` of a request or WebSocket, whichever way it was sent; None without one."""
+    found = _header(scope, b"authorization")
+    if found is not None or scope["type"] != "websocket":
+        return found
+    for offered in scope.get("subprotocols", ()):
+        if offered.startswith(_KEY):
+            return f"Bearer {_decoded(offered.removeprefix(_KEY))}"
+    return None
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+    except (binascii.Error, ValueError):
+        # No key is empty, so this is an unknown one.
+        return ""
+
+
+def subprotocol_of(scope: Scope) -> str | None:
+    """The subprotocol to accept a WebSocket with: ours, if its client offers it."""
+    return SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None
+
+
+def check_origin(scope: Scope, allowed: Sequence[str]) -> None:
+    """Check that the page that opens a WebSocket is the gateway's own, or of an allowed origin.
+
+    Browsers let any page open WebSockets to any host, and name the page's origin. Other clients name none.
+
+    Raises:
+        Problem: another page opens it.
+    """
+    origin = _header(scope, b"origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc.lower() != (_header(scope, b"host") or "").lower():
+        raise Problem(403, f"pages of {origin[:80]} may not open WebSockets here: see --cors", code="not_allowed")
