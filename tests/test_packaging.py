@@ -87,6 +87,8 @@ def test_wheel_holds_the_three_packages_and_the_demo_model(wheel: Path) -> None:
     }
     assert {"tracewire/__init__.py", "tracewire_bus/__init__.py", "tracewire_engine/__init__.py"} <= names
     assert "tracewire_engine/demo_model/config.json" in names
+    dashboard = {f"tracewire/gateway/dashboard/{name}" for name in ("index.html", "js/main.js", "vendor/uPlot.LICENSE")}
+    assert dashboard <= names
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -138,7 +138,7 @@ class _Connection:
     async def _close(self) -> None:
         try:
             await self._socket.close(_GOING_AWAY if self._gateway.closing else _POLICY)
-        except RuntimeError:
+        except (RuntimeError, WebSocketDisconnect):
             # The client has closed it.
             return
 

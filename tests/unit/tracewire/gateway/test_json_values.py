@@ -36,6 +36,9 @@ def test_an_array_as_a_list() -> None:
     assert to_json(np.array(2.0), "list", "t") == 2.0
     # A list of complex numbers has no form in JSON.
     assert to_json(ARRAYS[5], "list", "t")["dtype"] == "complex64"
+    # Small arrays only, where that is asked for.
+    assert to_json(np.ones(256), "small", "t") == [1.0] * 256
+    assert to_json(np.ones(257), "small", "t")["href"].startswith("/traces/t/values/")
     text = msgspec.json.encode(to_json(np.array([np.nan, np.inf, 1]), "list", "t"))
     assert text == b"[null,null,1.0]"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support import ROOT
 from tests.support.bus_engine import Stage, engine_info, tiny
 from tests.support.gateways import Served
+from tracewire.gateway.keys import entry_of
 from tracewire_bus.bus import Bus, Taken
 
 Engine = Callable[..., Any]
@@ -141,3 +143,13 @@ async def test_the_document_of_the_api_has_all_routes(served: Served) -> None:
     assert {"/v1/chat/completions", "/traces/{trace_id}/events", "/edits/{model}/{name}"} < document["paths"].keys()
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["prompt"]["examples"] == ["def add(a, b):"]
+
+
+async def test_a_key_is_described_to_its_caller(gateway: Callable[..., Any], served: Served, tmp_path: Path) -> None:
+    async with served.http() as http:
+        found = (await http.get("/key")).json()
+    assert (found["name"], found["tenant"], len(found["rights"])) == ("anonymous", None, 5)
+    file = tmp_path / "keys.toml"
+    file.write_text(entry_of("k", "alice", frozenset({"read", "steer"}), "red"))
+    async with gateway(keys=file) as other, other.http("k") as http:
+        assert (await http.get("/key")).json() == {"name": "alice", "rights": ["read", "steer"], "tenant": "red"}
