@@ -45,9 +45,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(url: str, prefix: str, **settings: Any) -> AsyncIterator[Served]:
+async def serving(url: str, prefix: str, port: int = 0, **settings: Any) -> AsyncIterator[Served]:
     """A gateway of the bus at `url`, until the context is left."""
-    server = Server(Settings(url=url, prefix=prefix, **{"drain_s": 0.0, **settings}), Binding(port=0))
+    server = Server(Settings(url=url, prefix=prefix, **{"drain_s": 0.0, **settings}), Binding(port=port))
     # A task and no task group: fixtures are entered and left in different tasks. Not by `serve`, which takes the
     # process's signals.
     running = asyncio.create_task(server._serve(sockets=[server._socket]))

@@ -1,8 +1,8 @@
 """A scripted engine whose traces have something to show: text that a live parameter changes, scalars, lenses, norms.
 
-Everything follows from a token's index and the live parameter `alpha`: `projection` is a wave about `alpha`, `lens.L` is
-what layer L would say next, `norm.L` a number for each layer. Words are of prose below an `alpha` of 4, and of code from
-4 on. A prompt that begins with `<` is what the trace repeats, cut into pieces of markup.
+Everything follows from a token's index and the live parameter `alpha`: `projection` is a wave about `alpha`, `lens.L`
+is what layer L would say next, `norm.L` a number for each layer. Words are of prose below an `alpha` of 4, and of code
+from 4 on. A trace whose prompt begins with `<` says markup.
 
 `python -m tests.support.shown_engine --url URL --rate 20` serves as a process of its own until SIGTERM.
 """
@@ -43,8 +43,12 @@ HOSTILE = [
     "&lt;i&gt;",
     "\u202eevil\u202c",
 ]
-_PROSE = " the model reads a line of text and then returns what it has found in it .\n".split(" ")[1:]
-_CODE = " def read ( line ) :\n    return [ word for word in line . split ( ) ]\n".split(" ")[1:]
+_PROSE = [*"the model reads a line of text and then returns what it has found in it".split(), ".\n"]  # noqa: SIM905
+_CODE = [*"def read ( line ) : return [ word for word in line . split ( )".split(), "]\n"]  # noqa: SIM905
+
+
+#: What the ids of tokens stand for.
+_VOCABULARY = [*(f" {word}" for word in dict.fromkeys([*_PROSE, *_CODE])), *HOSTILE]
 
 
 def token_at(prompt: str, index: int, alpha: float) -> str:
@@ -78,7 +82,7 @@ class _Shown(_Request):
             for name, value in saves.items()
         ]
         finish = "length" if self.index == self.tokens else None
-        self.put(Choice(0, [index], text, finish_reason=finish))
+        self.put(Choice(0, [_VOCABULARY.index(text)], text, finish_reason=finish))
         return StepRecord(self.name, 0, index, msgspec.Raw(msgspec.msgpack.encode(deltas)))
 
     def _lens(self, index: int, layer: int, text: str) -> dict[str, Any]:
@@ -110,6 +114,15 @@ class ShownEngine(ScriptedEngine):
     def __init__(self, pace: Any) -> None:
         super().__init__(pace)
         self._alpha: dict[str, float] = {}
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """The words."""
+        return [_VOCABULARY[token_id] for token_id in token_ids]
+
+    @property
+    def alphas(self) -> set[float]:
+        """The values of `alpha` that the next step has."""
+        return set(self._alpha.values())
 
     async def prepare(self, submission: Submission, index: int, *rest: Any, **more: Any) -> Prepared:
         """As the base does."""

@@ -152,6 +152,11 @@ export class Choice {
     return sorted([...this.columns.values()].filter((one) => one.kind === "number").map((one) => one.name));
   }
 
+  /** All columns, in the order of names. */
+  sortedColumns() {
+    return [...this.columns.values()].sort((a, b) => collator.compare(a.name, b.name));
+  }
+
   /** What can be drawn as a heat map: columns with a row of values, and columns `name.0`, `name.1`, ... together. */
   heats() {
     const found = new Map();

@@ -4,6 +4,9 @@ import { api } from "./api.js";
 import { niceAbove } from "./colours.js";
 import { announce, el, newId, setText } from "./dom.js";
 
+/** The least time between two changes that a slider sends, in milliseconds. */
+const BETWEEN_MS = 80;
+
 /** One live parameter. A number has a slider, and any other value a field of JSON. */
 class Parameter {
   constructor(name, value, send) {
@@ -131,6 +134,7 @@ export class LiveParameters {
         const { version } = await api.steer(this.id, values);
         this.version = Math.max(this.version, version);
         this.fail(null);
+        await new Promise((resolve) => setTimeout(resolve, BETWEEN_MS));
       }
     } catch (problem) {
       this.next = {};

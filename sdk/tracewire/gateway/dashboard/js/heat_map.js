@@ -26,8 +26,9 @@ export class HeatMap {
     this.least = el("span");
     this.most = el("span");
     this.key = el("span", { class: "scale" }, this.least, el("span", { class: "ramp" }), this.most);
+    this.legend = el("span", { class: "hint sampled", text: "the layer’s first token is the sampled one" });
     this.read = el("output", { class: "hint read" });
-    this.element = el("div", { class: "heat" }, this.scroller, el("div", { class: "row" }, this.key, this.read));
+    this.element = el("div", { class: "heat" }, this.scroller, el("div", { class: "row" }, this.key, this.legend, this.read));
     this.scroller.addEventListener("scroll", () => this.paint());
     this.scroller.addEventListener("keydown", (event) => this.keyDown(event));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -108,6 +109,7 @@ export class HeatMap {
     ctx.textAlign = "right";
     for (let row = 0; row < this.rows; row++) ctx.fillText(this.label(row), LABELS - 6, this.top(row) + ROW / 2);
     const scale = this.scales[this.byRow && this.row !== null ? this.row : 0];
+    this.legend.hidden = !this.isLens;
     const oneKey = scale && (!this.byRow || this.row !== null);
     setText(this.least, oneKey ? shown(scale.low) : "low");
     setText(this.most, oneKey ? shown(scale.high) : "high");
@@ -138,9 +140,9 @@ export class HeatMap {
         ctx.textAlign = "left";
         ctx.fillText(fitting(best.text), x + 5, this.top(row) + ROW / 2);
         if (best.text === this.choice.texts[index] && best.text) {
-          ctx.strokeStyle = colours.accent;
-          ctx.lineWidth = 1.5;
-          ctx.strokeRect(x + 1, this.top(row) + 1, this.cell - gap - 2, ROW - gap - 2);
+          // The layer says what was sampled.
+          ctx.fillStyle = colours.accent;
+          ctx.fillRect(x, this.top(row), 3, ROW - gap);
         }
       }
     }

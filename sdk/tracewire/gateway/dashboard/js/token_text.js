@@ -11,9 +11,10 @@ const LONGEST_BLOCK = 1024;
 const WINDOW = 4096;
 
 export class TokenText {
-  /** `onpick(index)` is called for the token that the pointer or a key picks; null for none. */
-  constructor(onpick) {
+  /** `onpick(index)` is called for the token that the pointer or a key picks; null for none. `onmove()` asks to draw. */
+  constructor(onpick, onmove) {
     this.onpick = onpick;
+    this.onmove = onmove;
     this.earlier = el("button", { type: "button", class: "quiet more", hidden: true, onclick: () => this.showEarlier() });
     this.later = el("button", { type: "button", class: "quiet more", hidden: true, onclick: () => this.showLater() });
     this.body = el("div", { class: "tokens" });
@@ -90,14 +91,14 @@ export class TokenText {
   showEarlier() {
     this.follows = false;
     this.moveTo(this.first - WINDOW / 2);
-    this.onpick(null);
+    this.onmove();
   }
 
   showLater() {
     const next = this.first + WINDOW / 2;
     this.follows = this.choice.length - next <= WINDOW;
     this.moveTo(next);
-    this.onpick(null);
+    this.onmove();
   }
 
   append(until) {
@@ -113,7 +114,8 @@ export class TokenText {
         this.body.append(block.element);
       }
       for (; mark >= 0 && mark < this.marks.length && this.marks[mark].index === index; mark++) {
-        added.append(el("span", { class: "mark", text: this.marks[mark].label }));
+        const { label, brief } = this.marks[mark];
+        added.append(el("span", { class: brief ? "mark brief" : "mark", text: brief ? "" : label, title: label }));
       }
       const text = this.choice.texts[index];
       const span = document.createElement("span");
@@ -197,14 +199,38 @@ export class TokenText {
 
 /** Whether the marks before a token are the same in both lists. */
 function sameMarks(one, other, end) {
-  const drawn = (marks) => marks.filter((mark) => mark.index < end).map((mark) => `${mark.index} ${mark.label}`);
+  const drawn = (marks) => marks.filter((mark) => mark.index < end).map((mark) => `${mark.index} ${mark.brief} ${mark.label}`);
   return one === other || drawn(one).join("\n") === drawn(other).join("\n");
+}
+
+/** How many tokens may lie between two marks of one movement of a slider. */
+const ONE_MOVEMENT = 8;
+
+/**
+ * The marks of a choice as its text and plots have them: `{index, label, brief}`, one for each token.
+ * A movement of a slider makes many changes by one author. All but the last of them are brief.
+ */
+export function textMarks(marks, key) {
+  const found = [];
+  for (const mark of marks) {
+    const index = mark.first[key];
+    if (index === undefined) continue;
+    const last = found.at(-1);
+    if (last?.index === index && last.by === mark.by) {
+      Object.assign(last.values, mark.values);
+    } else {
+      if (last && last.by === mark.by && index - last.index <= ONE_MOVEMENT) last.brief = true;
+      found.push({ index, by: mark.by, values: { ...mark.values }, brief: false });
+    }
+  }
+  for (const one of found) one.label = markLabel(one);
+  return found;
 }
 
 /** The label of a change of live parameters. */
 export function markLabel(mark) {
   const values = Object.entries(mark.values).map(([name, value]) => {
-    return `${name} = ${Array.isArray(value) || typeof value === "object" ? "…" : shown(value)}`;
+    return `${name} = ${typeof value === "object" ? "…" : shown(value)}`;
   });
   return `${values.join(", ")} · ${mark.by}`;
 }

@@ -10,7 +10,7 @@ import { HeatMap } from "./heat_map.js";
 import { Plot } from "./plots.js";
 import { Scrubber } from "./scrubber.js";
 import { onTheme } from "./settings.js";
-import { TokenText, markLabel } from "./token_text.js";
+import { TokenText, markLabel, textMarks } from "./token_text.js";
 import { TraceState } from "./trace_state.js";
 
 /** How often plots and heat maps are drawn that grow, in milliseconds. */
@@ -47,7 +47,7 @@ export class TracePanel {
     this.about = el("p", { class: "hint about" });
     this.buttons = new Buttons(this.id);
     this.live = new LiveParameters(this.id);
-    this.text = new TokenText(pick);
+    this.text = new TokenText(pick, () => this.changed());
     this.scrubber = new Scrubber(() => this.changed());
     this.heat = new HeatMap(pick);
     this.problem = el("p", { class: "error", role: "alert", hidden: true });
@@ -66,7 +66,7 @@ export class TracePanel {
     const close = onclose && el("button", { type: "button", class: "quiet", onclick: onclose, "aria-label": `Close ${this.id}` }, "Close");
     const title = el("h2", { id: heading }, el("a", { href: `#/trace/${encodeURIComponent(this.id)}`, text: this.id }));
     this.plotSection = el("section", { "aria-label": "Plots", hidden: true }, el("div", { class: "row" }, el("h3", { text: "Plots" }), this.plotMenu.parentElement), this.plotArea);
-    this.heatSection = el("section", { "aria-label": "Heat map", hidden: true }, el("div", { class: "row" }, this.heatMenu.parentElement, this.heatScale.parentElement), this.heat.element);
+    this.heatSection = el("section", { "aria-label": "Layers by tokens", hidden: true }, el("div", { class: "row" }, this.heatMenu.parentElement, this.heatScale.parentElement), this.heat.element);
     this.element = el(
       "article",
       { class: "panel", "aria-labelledby": heading },
@@ -148,8 +148,7 @@ export class TracePanel {
   }
 
   get marks() {
-    const marks = this.state.marks.filter((mark) => this.key in mark.first);
-    return marks.map((mark) => ({ index: mark.first[this.key], label: markLabel(mark) }));
+    return textMarks(this.state.marks, this.key);
   }
 
   changed() {
@@ -196,7 +195,6 @@ export class TracePanel {
     const steered = state.marks.map((mark) => ({ time: mark.time, mark }));
     const entries = [...state.history, ...steered].sort((a, b) => a.time - b.time).slice(-HISTORY);
     this.history.replaceChildren(...entries.map((one) => this.entry(one)));
-    this.history.lastElementChild?.scrollIntoView?.call;
     this.history.scrollTop = this.history.scrollHeight;
     if (state.choices.size > 1 && this.choices.options.length !== state.choices.size) {
       this.choices.parentElement.hidden = false;
@@ -363,7 +361,7 @@ export class TracePanel {
     setText(this.values.firstChild, text === undefined ? "Values at the token" : `Values at token ${index}, ${quoted(text)}`);
     if (!this.values.open || text === undefined) return;
     const rows = Object.entries(this.state.liveAt(this.key, index)).map(([name, value]) => [`live ${name}`, summary(value)]);
-    for (const column of choice.columns.values()) rows.push([column.name, summary(column.values[index] ?? null)]);
+    for (const column of choice.sortedColumns()) rows.push([column.name, summary(column.values[index] ?? null)]);
     const body = rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: value })));
     this.table.replaceChildren(el("table", {}, el("tbody", {}, ...body)));
   }

@@ -1,0 +1,248 @@
+"""What a person sees and does of one trace: tokens, plots, marks, sliders, pause and cancel, the scrubber."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from playwright.async_api import Page, expect
+
+from tests.e2e.dashboard.conftest import Stand
+from tests.support.gateways import Served
+from tests.support.shown_engine import HOSTILE, LAYERS, projection_at, token_at
+from tests.support.until import until
+
+Opened = Callable[..., Any]
+
+
+def text_of(tokens: int, alpha: float = 0.0, prompt: str = "Read", first: int = 0) -> str:
+    return "".join(token_at(prompt, index, alpha) for index in range(first, tokens))
+
+
+async def drawn(page: Page) -> str:
+    """The text of all tokens in the page, marks left out."""
+    return await page.evaluate("[...document.querySelectorAll('.block .t')].map((one) => one.textContent).join('')")
+
+
+async def count(page: Page, tokens: int) -> None:
+    """Wait until the page has so many tokens."""
+    await expect(page.locator(".block .t")).to_have_count(tokens)
+
+
+async def steps_of(page: Page) -> list[int]:
+    """The step of the colour of each token."""
+    classes = await page.evaluate("[...document.querySelectorAll('.block .t')].map((one) => one.className)")
+    found = []
+    for name in classes:
+        step = next((part for part in name.split() if part[0] in "pn" and part[1:].isdecimal()), "p0")
+        found.append(int(step[1:]) * (1 if step[0] == "p" else -1))
+    return found
+
+
+async def colours(page: Page, expected: list[int]) -> None:
+    """Wait until the tokens have the colours of these steps."""
+
+    async def coloured() -> bool:
+        return await steps_of(page) == expected
+
+    await until(coloured)
+
+
+async def test_tokens_are_coloured_and_a_slider_changes_text_and_plot(
+    stand: Stand, served: Served, opened: Opened
+) -> None:
+    await stand.trace("mine")
+    stand.steps.let(40)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 40)
+        assert await drawn(page) == text_of(40)
+        # A wave about 0 from -6 to 6, on a scale from -10 to 10 of eight steps on each side.
+        expected = [round(projection_at(index, 0.0) / 10 * 8) for index in range(40)]
+        await colours(page, expected)
+        assert min(expected) < 0 < max(expected)
+        plot = page.get_by_role("group", name="Plot of projection")
+        await expect(plot.locator("output")).to_have_text(f"{projection_at(39, 0.0):.4g}")
+        before = await plot.locator("canvas").evaluate("(canvas) => canvas.toDataURL()")
+
+        await page.get_by_role("button", name="anonymous").click()
+        await page.get_by_label("Your name").fill("Ada <b>")
+        await page.get_by_role("button", name="Use", exact=True).click()
+        await count(page, 40)
+        await page.get_by_label("alpha", exact=True).fill("5")
+        await stand.steered(5.0)
+        stand.steps.let(10)
+        await count(page, 50)
+        assert await drawn(page) == text_of(40) + text_of(50, 5.0, first=40)
+        mark = page.locator(".mark")
+        await expect(mark).to_have_text("alpha = 5 · anonymous/Ada <b>")
+        # It stands before the first token under the change.
+        assert await mark.evaluate("(mark) => mark.nextSibling.index") == 40
+        await expect(page.locator(".history .steer")).to_contain_text("anonymous/Ada <b>: alpha 0 → 5, from token 40")
+        await expect(plot.locator("output")).to_have_text(f"{projection_at(49, 5.0):.4g}")
+
+        async def redrawn() -> bool:
+            return before != await plot.locator("canvas").evaluate("(canvas) => canvas.toDataURL()")
+
+        await until(redrawn)
+
+
+async def test_a_slider_follows_what_others_steer(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine")
+    stand.steps.let(3)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 3)
+        slider = page.get_by_label("alpha", exact=True)
+        await expect(slider).to_have_value("0")
+        await stand.client.steer("mine", alpha=-25.0)
+        await stand.steered(-25.0)
+        stand.steps.let(1)
+        await expect(slider).to_have_value("-25")
+        await expect(page.get_by_label("alpha, as a number")).to_have_value("-25")
+        await expect(page.locator(".mark")).to_have_text("alpha = -25 · tester")
+
+
+async def test_pause_resume_and_cancel(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine")
+    stand.steps.let(5)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 5)
+        badge = page.locator(".panel .badge")
+        await expect(badge).to_have_text("running")
+        await page.get_by_role("button", name="Pause").click()
+        await expect(badge).to_have_text("paused")
+        steps = stand.engine.steps
+        stand.steps.let(5)
+        await until(lambda: stand.engine.steps >= steps + 5)
+        await count(page, 5)
+        await page.get_by_role("button", name="Resume").click()
+        await expect(badge).to_have_text("running")
+        stand.steps.let(5)
+        await count(page, 10)
+        await page.get_by_role("button", name="Cancel").click()
+        stand.steps.let(1)
+        await expect(badge).to_have_text("cancelled")
+        await expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+        await expect(page.locator(".history")).to_contain_text("anonymous paused the trace.")
+        # What has ended takes no change any more.
+        await expect(page.get_by_label("alpha", exact=True)).to_be_disabled()
+    assert (await stand.client.subscribe("mine").until_done()) == "cancelled"
+
+
+async def test_a_finished_trace_is_scrubbed_and_played(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine", 40)
+    stand.steps.let(40)
+    assert await stand.client.subscribe("mine").until_done() == "finished"
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await expect(page.locator(".panel .badge")).to_have_text("finished")
+        await count(page, 40)
+        scrubber = page.get_by_label("Shown tokens")
+        for tokens in (7, 0, 23, 39):
+            await scrubber.fill(str(tokens))
+            await count(page, tokens)
+            assert await drawn(page) == text_of(tokens)
+            await expect(page.locator(".scrubber output")).to_have_text(f"{tokens} of 40 tokens")
+        plot = page.get_by_role("group", name="Plot of projection").locator("output")
+        await expect(plot).to_have_text(f"{projection_at(38, 0.0):.4g}")
+        await page.get_by_role("button", name="Latest").click()
+        await count(page, 40)
+        await scrubber.fill("30")
+        await page.get_by_role("button", name="Play").click()
+        await count(page, 40)
+        assert await drawn(page) == text_of(40)
+
+
+async def test_the_heat_map_and_the_values_of_a_picked_token(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine", 20)
+    stand.steps.let(20)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 20)
+        heat = page.get_by_role("region", name="Heat map of layers by tokens")
+        await expect(heat.locator("canvas")).to_have_attribute(
+            "aria-label", f"Heat map of lens: {LAYERS} rows by 20 tokens"
+        )
+        await heat.focus()
+        await page.keyboard.press("ArrowLeft")
+        await page.keyboard.press("ArrowLeft")
+        # The last layer says what was sampled.
+        read = page.locator(".heat .read")
+        await expect(read).to_contain_text(f'lens, row {LAYERS - 1}, token 18: "{token_at("Read", 18, 0.0)}"')
+        await page.get_by_role("combobox", name="Heat map").select_option("norm")
+        await page.keyboard.press("Tab")
+        await expect(heat.locator("canvas")).to_have_attribute(
+            "aria-label", f"Heat map of norm: {LAYERS} rows by 20 tokens"
+        )
+        await page.get_by_role("region", name="Text").last.focus()
+        await page.keyboard.press("Home")
+        for _ in range(4):
+            await page.keyboard.press("ArrowRight")
+        await expect(page.locator(".picked")).to_have_text(token_at("Read", 4, 0.0))
+        await page.locator("summary").click()
+        row = page.get_by_role("row").filter(has_text="projection")
+        await expect(row.locator("td")).to_have_text(f"{projection_at(4, 0.0):.4g}")
+
+
+async def test_a_hostile_text_stays_text(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine", prompt="<")
+    stand.steps.let(30)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 30)
+        assert await drawn(page) == "".join(HOSTILE) * 5
+        await stand.client.steer("mine", alpha=1.0, by="<img src=x onerror=alert(2)>")
+        await stand.steered(1.0)
+        stand.steps.let(1)
+        await expect(page.locator(".mark")).to_have_text("alpha = 1 · <img src=x onerror=alert(2)>")
+        await stand.client.cancel("mine", "<script>alert(3)</script>", by="<b>")
+        stand.steps.let(1)
+        await expect(page.locator(".panel .badge")).to_have_text("cancelled")
+        assert await page.evaluate("document.querySelectorAll('.panel img, .panel script, .panel b > *').length") == 0
+        assert await page.title() == "mine · Tracewire"
+        # The list shows the end of the text, and the error.
+        await page.get_by_role("link", name="Traces", exact=True).click()
+        await expect(page.get_by_role("row").filter(has_text="mine")).to_be_visible()
+        assert await page.evaluate("document.querySelectorAll('tbody img, tbody script').length") == 0
+
+
+async def test_a_gateway_that_comes_back_loses_and_repeats_no_token(stand: Stand, opened: Opened) -> None:
+    await stand.trace("mine", 60)
+    async with stand.gateway() as first:
+        stand.steps.let(15)
+        opening = opened(f"{first.url}/dashboard/#/trace/mine")
+        page = await opening.__aenter__()
+        await count(page, 15)
+        status = page.locator("#connection")
+        await expect(status).to_have_text("Live")
+    await expect(status).to_have_text("Reconnecting")
+    # The trace goes on.
+    stand.steps.let(20)
+    await until(lambda: stand.engine.steps >= 35)
+    async with stand.gateway():
+        await expect(status).to_have_text("Live")
+        await count(page, 35)
+        stand.steps.let(25)
+        await expect(page.locator(".panel .badge")).to_have_text("finished")
+        await count(page, 60)
+        assert await drawn(page) == text_of(60)
+        await colours(page, [round(projection_at(index, 0.0) / 10 * 8) for index in range(60)])
+        await opening.__aexit__(None, None, None)
+
+
+async def test_a_long_text_is_drawn_in_part_and_all_of_it_can_be_reached(
+    stand: Stand, served: Served, opened: Opened
+) -> None:
+    await stand.trace("mine", 6000)
+    stand.steps.let(6000)
+    assert await stand.client.subscribe("mine").until_done() == "finished"
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await expect(page.locator(".scrubber output")).to_have_text("6000 of 6000 tokens")
+        await expect(page.locator(".panel .badge")).to_have_text("finished")
+        seen = await drawn(page)
+        assert text_of(6000).endswith(seen)
+        shown = await page.locator(".block .t").count()
+        assert 1000 < shown <= 4096
+        earlier = page.get_by_role("button", name="Show tokens before")
+        while await earlier.is_visible():
+            before = await page.locator(".block .t").first.evaluate("(one) => one.index")
+            await earlier.click()
+            await page.wait_for_function(f"document.querySelector('.block .t')?.index < {before}")
+            assert await page.locator(".block .t").count() <= 4096
+        assert text_of(6000).startswith(await drawn(page))

@@ -1,0 +1,44 @@
+"""A browser for tests: Debian's Chromium, driven by Playwright, and axe-core's findings of a page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import axe_playwright_python
+import pytest
+from playwright.async_api import Browser, Page, async_playwright
+
+__all__ = ["browser", "violations"]
+
+_AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    """A Chromium without a window. `NO_CHROMIUM=1` skips what needs one, on a machine that cannot install it."""
+    found = shutil.which("chromium")
+    if found is None:
+        if os.environ.get("NO_CHROMIUM"):
+            pytest.skip("NO_CHROMIUM is set, and there is no chromium")
+        pytest.fail("chromium is missing: install Debian's package chromium, or set NO_CHROMIUM=1 to leave this out")
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    async with async_playwright() as playwright:
+        started = await playwright.chromium.launch(executable_path=found, args=options)
+        yield started
+        await started.close()
+
+
+async def violations(page: Page) -> list[str]:
+    """What axe-core finds of serious or critical impact: each rule with the elements."""
+    await page.evaluate(_AXE.read_text())
+    found: dict[str, Any] = await page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']} ({one['impact']}): {', '.join(str(node['target']) for node in one['nodes'][:5])}"
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
