@@ -30,10 +30,10 @@ __all__ = ["Arrays", "Form", "arrays_in", "block_of", "inlined", "interventions_
 Arrays: TypeAlias = Literal["list", "base64"]
 """How arrays stand in an answer."""
 Form: TypeAlias = Literal["list", "base64", "reference", "small"]
-"""With `small`, arrays of up to 256 elements are lists, and larger ones references."""
+"""With `small`, arrays of up to 1,024 elements are lists, and larger ones references."""
 
 #: The most elements of a `small` array.
-_SMALL = 256
+_SMALL = 1024
 
 #: Depth of containers in a request's values.
 _MAX_DEPTH = 64

@@ -10,39 +10,47 @@ export function numberOf(value) {
 
 /** Whether a value is an item of a logit lens. */
 const isLens = (value) => isObject(value) && Array.isArray(value.token_ids) && Array.isArray(value.logits);
+/** How many rows are made of one value at most. */
+const MOST_ROWS = 256;
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 /** Whether a value stands for an array: a reference, or base64. */
 const isArray = (value) => isObject(value) && ("digest" in value || "base64" in value);
 
-/** The last row of an array of any rank: that of the last position. */
-function lastRow(value) {
-  while (Array.isArray(value) && Array.isArray(value[0])) value = value.at(-1);
-  return value;
-}
-
-/** The best token of a lens at one place, as `{value, text}`. */
+/** The best token of a lens at one place, as `{value, id, text}`. */
 export function lensBest(item) {
-  if (!isLens(item)) return null;
-  const ids = lastRow(item.token_ids);
-  const strings = item.token_strings ? lastRow(item.token_strings) : null;
-  return { value: lastRow(item.logits)[0], id: ids[0], text: strings?.[0] ?? `#${ids[0]}` };
+  return isLens(item) ? lensTokens(item)[0] : null;
 }
 
 /** All tokens of a lens at one place, best first. */
 export function lensTokens(item) {
-  const [ids, logits] = [lastRow(item.token_ids), lastRow(item.logits)];
-  const strings = item.token_strings ? lastRow(item.token_strings) : null;
-  return ids.map((id, at) => ({ text: strings?.[at] ?? `#${id}`, value: logits[at] }));
+  return item.token_ids.map((id, at) => ({ id, value: item.logits[at], text: item.token_strings?.[at] ?? `#${id}` }));
 }
 
-/** The kind of a value: `number`, `lens`, `vector` (numbers, or lenses, in a row), or `other`. */
+/**
+ * The rows of a value that has a row for each location, such as a layer: numbers, or lenses. Else null.
+ * Where there is a row for each position before them, those of the last position.
+ */
+function rowsOf(value) {
+  if (isLens(value)) {
+    if (!Array.isArray(value.token_ids[0])) return null;
+    const [ids, logits, strings] = [value.token_ids, value.logits, value.token_strings].map(lastRows);
+    return ids.map((row, at) => ({ token_ids: row, logits: logits[at], token_strings: strings?.[at] }));
+  }
+  if (!Array.isArray(value) || value.length < 2 || value.length > MOST_ROWS) return null;
+  if (Array.isArray(value[0]) && value[0].length > 1) return rowsOf(value.at(-1));
+  return value.every((one) => one === null || numberOf(one) !== undefined || isLens(one)) ? value : null;
+}
+
+/** Of an array of rank 3, the last part of rank 2. */
+function lastRows(value) {
+  while (Array.isArray(value?.[0]?.[0])) value = value.at(-1);
+  return value;
+}
+
+/** The kind of a value: `number`, `lens` or `other`. */
 function kindOf(value) {
   if (numberOf(value) !== undefined) return "number";
-  if (isLens(value)) return "lens";
-  if (Array.isArray(value) && value.length <= 256 && value.length > 1) {
-    if (value.every((one) => one === null || numberOf(one) !== undefined || isLens(one))) return "vector";
-  }
-  return "other";
+  return isLens(value) ? "lens" : "other";
 }
 
 /** A saved name's values, by the index of their token. */
@@ -106,15 +114,21 @@ export class Choice {
         this.save(Object.fromEntries(inner), count, end);
         continue;
       }
-      const column = this.column(name);
       const last = Math.max(0, end - 1);
-      if (!Array.isArray(value) || (value.length > count && kindOf(value) === "vector")) {
-        column.set(last, value);
+      if (!Array.isArray(value) || (value.length > count && rowsOf(value))) {
+        this.put(name, last, value);
         continue;
       }
       const first = Math.max(0, end - value.length);
-      value.forEach((item, at) => column.set(first + at, item));
+      value.forEach((item, at) => this.put(name, first + at, item));
     }
+  }
+
+  /** Set a token's value. A value with a row for each layer is a column `name.0`, `name.1`, ... for each. */
+  put(name, index, value) {
+    const rows = rowsOf(value);
+    if (rows) rows.forEach((row, at) => this.column(`${name}.${at}`).set(index, row));
+    else this.column(name).set(index, value);
   }
 
   column(name) {
@@ -139,9 +153,8 @@ export class Choice {
     this.texts = count ? whole.slice(0, count) : [];
     this.times = Array(count).fill(0);
     for (const [name, value] of Object.entries(state.saves ?? {})) {
-      const column = this.column(name);
-      if (!Array.isArray(value)) column.set(Math.max(0, count - 1), value);
-      else value.forEach((item, at) => column.set(Math.max(0, count - value.length) + at, item));
+      if (!Array.isArray(value)) this.put(name, Math.max(0, count - 1), value);
+      else value.forEach((item, at) => this.put(name, Math.max(0, count - value.length) + at, item));
     }
     this.finish = state.finish_reason;
     this.revision++;
@@ -157,26 +170,23 @@ export class Choice {
     return [...this.columns.values()].sort((a, b) => collator.compare(a.name, b.name));
   }
 
-  /** What can be drawn as a heat map: columns with a row of values, and columns `name.0`, `name.1`, ... together. */
+  /** What can be drawn as heat maps: lenses, and columns `name.0`, `name.1`, ... together. */
   heats() {
     const found = new Map();
-    const families = new Map();
     for (const { name, kind } of this.columns.values()) {
-      if (kind === "vector") found.set(name, { name, members: null });
-      const [, family, row] = /^(.+)\.(\d+)$/.exec(name) ?? [];
-      if (row !== undefined && (kind === "number" || kind === "lens")) {
-        if (!families.has(family)) families.set(family, []);
-        families.get(family).push(name);
-      } else if (kind === "lens") found.set(name, { name, members: [name] });
+      if (kind !== "number" && kind !== "lens") continue;
+      const [, family] = /^(.+)\.\d+$/.exec(name) ?? (kind === "lens" ? [name, name] : []);
+      if (family === undefined) continue;
+      if (!found.has(family)) found.set(family, { name: family, members: [] });
+      found.get(family).members.push(name);
     }
-    for (const [name, members] of families) found.set(name, { name, members: sorted(members) });
+    for (const heat of found.values()) sorted(heat.members);
     return [...found.values()].sort((a, b) => collator.compare(a.name, b.name));
   }
 
   /** The numbers and lenses that a heat map has for a token, one for each row. */
   heatColumn(heat, index) {
-    if (heat.members) return heat.members.map((name) => this.columns.get(name).values[index] ?? null);
-    return this.columns.get(heat.name).values[index] ?? [];
+    return heat.members.map((name) => this.columns.get(name)?.values[index] ?? null);
   }
 }
 

@@ -4,11 +4,11 @@ import { onTheme } from "./settings.js";
 
 export const STEPS = 8;
 
-/** The next of 1, 2, 5, 10, ... that is not below a positive size. */
+/** The next round number that is not below a positive size. */
 export function niceAbove(size) {
   if (!(size > 0) || !Number.isFinite(size)) return 1;
   const power = 10 ** Math.floor(Math.log10(size));
-  for (const factor of [1, 2, 5]) if (factor * power >= size) return factor * power;
+  for (const factor of [1, 1.5, 2, 3, 4, 5, 6, 8]) if (factor * power >= size) return factor * power;
   return 10 * power;
 }
 

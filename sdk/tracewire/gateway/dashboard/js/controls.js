@@ -60,8 +60,8 @@ class Parameter {
   }
 
   fit(value) {
-    const least = niceAbove(Math.max(10, Math.abs(value)));
-    if (this.range >= least) return;
+    const least = niceAbove(Math.max(10, 1.3 * Math.abs(value)));
+    if (this.range >= Math.max(10, Math.abs(value))) return;
     this.range = least;
     this.slider.min = -least;
     this.slider.max = least;

@@ -2,6 +2,7 @@
 
 import { Scale, palette } from "./colours.js";
 import { lensBest, numberOf } from "./choice.js";
+import { inFrame } from "./frames.js";
 import { el, quoted, setText, shown } from "./dom.js";
 
 const ROW = 20;
@@ -35,6 +36,7 @@ export class HeatMap {
     this.canvas.addEventListener("pointerleave", () => this.leave());
     this.resize = new ResizeObserver(() => this.paint());
     this.resize.observe(this.scroller);
+    this.repaint = () => this.paint();
     this.row = null;
     this.picked = null;
     this.show(null, null, false);
@@ -64,7 +66,7 @@ export class HeatMap {
     const follows = scroller.scrollLeft + scroller.clientWidth >= scroller.scrollWidth - 2 * this.cell;
     for (; this.scaled < this.choice.length; this.scaled++) this.take(this.choice.heatColumn(this.heat, this.scaled));
     this.limit = limit;
-    this.rows = Math.max(1, ...[limit - 1, 0].map((at) => this.choice.heatColumn(this.heat, Math.max(0, at)).length));
+    this.rows = this.heat.members.length;
     this.spacer.style.width = `${LABELS + limit * this.cell}px`;
     this.spacer.style.height = `${this.rows * ROW + FOOT}px`;
     if (follows) scroller.scrollLeft = scroller.scrollWidth;
@@ -123,7 +125,7 @@ export class HeatMap {
   }
 
   label(row) {
-    return this.heat.members?.[row] ? /(\d*)$/.exec(this.heat.members[row])[1] || "0" : String(row);
+    return /(\d*)$/.exec(this.heat.members[row])[1] || "0";
   }
 
   paintColumn(ctx, index, x, colours) {
@@ -211,7 +213,7 @@ export class HeatMap {
     if (index === this.picked) return;
     this.picked = index;
     this.tell();
-    this.paint();
+    inFrame(this.repaint);
   }
 
   tell() {

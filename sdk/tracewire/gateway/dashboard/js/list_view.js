@@ -83,7 +83,7 @@ class Row {
     this.badge.dataset.state = trace.state;
     const tokens = trace.tokens ?? this.tokens;
     setText(this.count, tokens === undefined || tokens === null ? "" : shown(tokens));
-    const took = trace.ended_at ? `in ${duration(trace.ended_at - trace.queued_at)}` : "";
+    const took = trace.ended_at ? `after ${duration(trace.ended_at - trace.queued_at)}` : "";
     const ended = trace.error ? `${trace.error} ${took}` : took;
     setText(this.text, RUNNING.has(trace.state) ? this.tail : this.tail || ended);
     this.text.classList.toggle("hint", !this.tail);
@@ -116,7 +116,7 @@ export class ListView {
       event.preventDefault();
       if (this.find.value.trim()) location.hash = `#/trace/${encodeURIComponent(this.find.value.trim())}`;
     });
-    const head = ["Trace", "State", "Model", "Client", "Submitted", "Tokens", "Text"];
+    const head = ["Trace", "State", "Model", "Client", "Submitted", "Tokens", "Latest text"];
     this.element = el(
       "div",
       { class: "list" },

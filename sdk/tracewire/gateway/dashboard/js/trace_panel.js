@@ -183,7 +183,7 @@ export class TracePanel {
     const seconds = times.length > 1 ? times.at(-1) - times[0] : 0;
     if (seconds > 0) parts.push(`${shown(Number(((times.length - 1) / seconds).toPrecision(3)))} a second`, duration(seconds));
     if (state.attempt > 1) parts.push(`attempt ${state.attempt}`);
-    setText(this.about, parts.filter(Boolean).join(" · "));
+    setText(this.about, parts.filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "));
     this.buttons.update(state);
   }
 
@@ -244,10 +244,10 @@ export class TracePanel {
   fillMenus() {
     const { choice } = this;
     const heats = choice.heats();
-    const members = new Set(heats.flatMap((one) => one.members ?? []));
+    const members = new Set(heats.flatMap((one) => one.members));
     const scalars = choice.scalars();
     const lone = scalars.filter((name) => !members.has(name));
-    const signature = `${this.key} ${scalars.join()} ${heats.map((one) => one.name).join()}`;
+    const signature = `${this.key} ${choice.columns.size} ${scalars.length}`;
     if (signature === this.menus) return;
     this.menus = signature;
     const options = (names) => names.map((name) => el("option", { value: name }, name));
@@ -342,14 +342,14 @@ export class TracePanel {
   pick(index) {
     if (index === this.picked) return;
     this.picked = index;
+    this.text.pick(index);
+    this.heat.pick(index);
     inFrame((this.drawPick ??= () => this.showPick()));
   }
 
   showPick() {
     const { limit } = this.scrubber;
-    this.text.pick(this.picked);
     for (const plot of this.plots.values()) plot.pick(this.picked, limit);
-    this.heat.pick(this.picked);
     this.drawValues();
   }
 

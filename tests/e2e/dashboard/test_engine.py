@@ -1,0 +1,67 @@
+"""The dashboard before a real engine: a trace from the form, its lens, and steering that changes the text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from tests.support import ROOT
+from tests.support.gateways import Served, serving
+from tests.support.until import until
+from tracewire import Client, Model
+
+DIRECTION = ROOT / "examples" / "demo_model" / "direction.npy"
+
+
+@pytest.fixture
+async def served(engine_bus: str, model: Model) -> AsyncIterator[Served]:
+    """A gateway of the shared engine's bus."""
+    async with serving(engine_bus, "tw") as served:
+        yield served
+
+
+async def test_a_person_starts_watches_and_steers_a_trace(
+    served: Served, client: Client, opened: Callable[..., Any]
+) -> None:
+    async with opened(f"{served.url}/dashboard/#/start") as page:
+        await expect(page.get_by_label("Model")).to_have_value("demo")
+        await page.get_by_label("Prompt").fill("This module provides")
+        await page.get_by_label("Most tokens").fill("1500")
+        await page.get_by_label("Go on behind the end-of-text token").check()
+        await page.get_by_label("Trace id").fill("by-hand")
+        await page.get_by_label("Direction", exact=True).set_input_files(DIRECTION)
+        await page.get_by_role("button", name="Start").click()
+        await expect(page.locator(".panel h2")).to_have_text("by-hand")
+        tokens = page.locator(".block .t")
+        await expect(tokens.nth(20)).to_be_attached()
+        # Steered while it runs: the mark stands before the token that the engine names.
+        await page.get_by_label("alpha, as a number").fill("20")
+        await page.get_by_label("alpha, as a number").press("Enter")
+        mark = page.locator(".mark")
+        await expect(mark).to_have_text("alpha = 20 · anonymous")
+        first = await mark.evaluate("(mark) => mark.nextSibling.index")
+        await expect(tokens.nth(first + 20)).to_be_attached()
+        plot = page.get_by_role("group", name="Plot of projection").locator("output")
+
+        async def risen() -> bool:
+            text = await plot.inner_text()
+            return text.lstrip("-").replace(".", "").isdecimal() and float(text) > 10
+
+        await until(risen)
+        heat = page.get_by_role("region", name="Heat map of layers by tokens").locator("canvas")
+        assert (await heat.get_attribute("aria-label") or "").startswith("Heat map of lens: 8 rows by")
+        await page.get_by_role("button", name="Cancel").click()
+        await expect(page.locator(".panel .badge")).to_have_text("cancelled")
+        state = await client.get_state("by-hand")
+        drawn = "[...document.querySelectorAll('.block .t')].map((one) => one.textContent).join('')"
+
+        async def is_whole() -> bool:
+            return await page.evaluate(drawn) == state.text
+
+        await until(is_whole)
+        projection = state.saves["projection"]
+        assert len(projection) == len(state.token_ids)
+        assert float(projection[first + 5]) > 10 > float(projection[first - 1])
