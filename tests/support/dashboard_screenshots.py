@@ -69,41 +69,59 @@ async def steered_by_two(client: Client, name: str, prompt: str) -> None:
                 return
 
 
-async def prepare(client: Client) -> None:
-    """Traces to look at."""
+async def reached(client: Client, name: str, tokens: int) -> None:
+    """Wait until a trace has so many tokens."""
+    async with client.subscribe(name) as events:
+        async for event in events:
+            if isinstance(event, tracewire.Output) and event.index + len(event.token_ids) > tokens:
+                return
+
+
+async def run_to_end(client: Client) -> None:
+    """Traces that have ended, and one that two people have steered."""
     for name, (prompt, tokens) in PROMPTS.items():
         await start(client, name, prompt, tokens)
         await client.subscribe(name).until_done()
     await steered_by_two(client, "prose-or-code", "This module provides")
-    for name in ("steer-up", "steer-down"):
-        await start(client, name, "def parse(text):\n", 2000)
-        await client.steer(name, alpha=15.0 if name == "steer-up" else -20.0, by="grace")
-    async with client.subscribe("steer-down") as events:
-        async for event in events:
-            if isinstance(event, tracewire.Output) and event.index > 90:
-                break
-    for name in ("steer-up", "steer-down"):
+
+
+async def shoot_list(pages: list[Page], client: Client, url: str, to: Path) -> None:
+    """The list, while traces run."""
+    for page in pages:
+        await page.goto(f"{url}/dashboard/")
+        await expect(page.locator("tbody tr")).to_have_count(len(PROMPTS) + 1)
+    for number, name in enumerate(("steer-up", "steer-down", "plain-code")):
+        await start(client, name, list(PROMPTS.values())[number][0], 1900)
+    await client.steer("steer-up", alpha=15.0, by="grace")
+    await client.steer("steer-down", alpha=-20.0, by="grace")
+    await reached(client, "plain-code", 60)
+    for page in pages:
+        await page.screenshot(path=to / f"list-{await scheme_of(page)}.png")
+    for name in ("steer-up", "steer-down", "plain-code"):
         await client.pause(name, by="ada")
 
 
-async def shoot(page: Page, url: str, to: Path, scheme: str) -> None:
-    """Each view once."""
+async def scheme_of(page: Page) -> str:
+    """`light` or `dark`."""
+    return await page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'")
+
+
+async def shoot(page: Page, url: str, to: Path) -> None:
+    """The other views."""
 
     async def shot(name: str) -> None:
         await page.mouse.move(0, 0)
         await page.wait_for_timeout(400)
-        await page.screenshot(path=to / f"{name}-{scheme}.png")
+        await page.screenshot(path=to / f"{name}-{await scheme_of(page)}.png")
 
-    await page.goto(f"{url}/dashboard/")
-    await expect(page.locator("tbody tr")).to_have_count(len(PROMPTS) + 3)
-    await shot("list")
     await page.goto(f"{url}/dashboard/#/trace/prose-or-code")
     await expect(page.locator(".panel .badge")).to_have_text("paused")
     await expect(page.locator(".mark")).to_have_count(2)
-    await page.locator(".mark").last.scroll_into_view_if_needed()
+    await page.locator(".mark").first.scroll_into_view_if_needed()
+    await page.evaluate("scrollTo(0, 0)")
     await shot("trace")
-    await page.goto(f"{url}/dashboard/#/traces/steer-up,steer-down,module-docs")
-    await expect(page.locator(".panel .badge")).to_have_text(["paused", "paused", "finished"])
+    await page.goto(f"{url}/dashboard/#/traces/steer-up,steer-down,plain-code")
+    await expect(page.locator(".panel .badge")).to_have_text(["paused", "paused", "paused"])
     await shot("side-by-side")
     await page.goto(f"{url}/dashboard/#/start")
     await page.get_by_label("Prompt").fill("This module provides")
@@ -120,14 +138,16 @@ async def run(to: Path) -> None:
         async with EmbeddedServer.start() as server, browser() as chromium:
             with running_engine(server.url, Path(folder)):
                 async with tracewire.connect(server.url) as client, serving(server.url, "tw") as served:
-                    await prepare(client)
-                    for scheme in ("light", "dark"):
-                        await shoot(await opened(chromium, scheme), served.url, to, scheme)
+                    await run_to_end(client)
+                    pages = [await opened(chromium, scheme) for scheme in ("light", "dark")]
+                    await shoot_list(pages, client, served.url, to)
+                    for page in pages:
+                        await shoot(page, served.url, to)
 
 
 async def opened(chromium: Browser, scheme: str) -> Page:
     """A page in light or dark."""
-    return await chromium.new_page(viewport={"width": 1280, "height": 880}, color_scheme=scheme)
+    return await chromium.new_page(viewport={"width": 1280, "height": 940}, color_scheme=scheme)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """A scripted engine whose traces have something to show: text that a live parameter changes, scalars, lenses, norms.
 
-Everything follows from a token's index and the live parameter `alpha`: `projection` is a wave about `alpha`, `lens.L`
-is what layer L would say next, `norm.L` a number for each layer. Words are of prose below an `alpha` of 4, and of code
+Everything follows from a token's index and the live parameter `alpha`: `projection` is a wave about `alpha`, `lens`
+what each layer would say next, `norm` a number for each layer. Words are of prose below an `alpha` of 4, and of code
 from 4 on. A trace whose prompt begins with `<` says markup.
 
 `python -m tests.support.shown_engine --url URL --rate 20` serves as a process of its own until SIGTERM.
@@ -73,10 +73,12 @@ class _Shown(_Request):
         """Its next token."""
         index, self.index = self.index, self.index + 1
         text = token_at(self.prompt, index, self.alpha)
-        saves: dict[str, Any] = {"projection": projection_at(index, self.alpha)}
-        for layer in range(LAYERS):
-            saves[f"norm.{layer}"] = round(10 * (layer + 1) + 3 * math.cos(index / 4 + layer), 4)
-            saves[f"lens.{layer}"] = self._lens(index, layer, text)
+        norms = [10 * (layer + 1) + 3 * math.cos(index / 4 + layer) for layer in range(LAYERS)]
+        saves: dict[str, Any] = {
+            "projection": projection_at(index, self.alpha),
+            "norm": _array("float32", norms),
+            "lens": self._lens(index, text),
+        }
         deltas = [
             Append(path=(name,), items=[value]) if index else Set(path=(name,), value=[value])
             for name, value in saves.items()
@@ -85,25 +87,27 @@ class _Shown(_Request):
         self.put(Choice(0, [_VOCABULARY.index(text)], text, finish_reason=finish))
         return StepRecord(self.name, 0, index, msgspec.Raw(msgspec.msgpack.encode(deltas)))
 
-    def _lens(self, index: int, layer: int, text: str) -> dict[str, Any]:
-        """What a layer would say: later layers say what is sampled."""
-        says = [text, *(f" {_PROSE[(index + layer + one) % len(_PROSE)].strip() or 'the'}" for one in (3, 5))]
-        if layer + index % 3 < LAYERS / 2:
-            says = says[1:] + says[:1]
-        logits = [round(4 + 2 * layer + math.sin(index + layer) - rank, 3) for rank in range(3)]
-        return {
-            "token_ids": _array("int32", "<3i", [index, index + 1, index + 2]),
-            "logits": _array("float32", "<3f", logits),
-            "token_strings": says,
-        }
+    def _lens(self, index: int, text: str) -> dict[str, Any]:
+        """What each layer would say: later layers say what is sampled."""
+        strings, logits = [], []
+        for layer in range(LAYERS):
+            says = [text, *(f" {_PROSE[(index + layer + one) % (len(_PROSE) - 1)]}" for one in (3, 5))]
+            strings.append(says[1:] + says[:1] if layer + index % 3 < LAYERS / 2 else says)
+            logits += [4 + 2 * layer + math.sin(index + layer) - rank for rank in range(3)]
+        ids = [_VOCABULARY.index(one) for says in strings for one in says]
+        shape = (LAYERS, 3)
+        found = {"token_ids": _array("int32", ids, shape), "logits": _array("float32", logits, shape)}
+        return {**found, "token_strings": strings}
 
     def finish(self) -> FinishRecord:
         """Its end: no digest is sent, and none compared."""
         return FinishRecord(self.name, 0, msgspec.Raw(msgspec.msgpack.encode([])), [], steps=self.index)
 
 
-def _array(dtype: str, form: str, values: list[Any]) -> Any:
-    return encoded_array(array_payload(dtype, (len(values),), struct.pack(form, *values)))
+def _array(dtype: str, values: list[Any], shape: tuple[int, ...] = ()) -> Any:
+    """An array as it travels."""
+    data = struct.pack(f"<{len(values)}{'i' if dtype == 'int32' else 'f'}", *values)
+    return encoded_array(array_payload(dtype, shape or (len(values),), data))
 
 
 class ShownEngine(ScriptedEngine):

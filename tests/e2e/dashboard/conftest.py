@@ -76,13 +76,13 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(url: str, prefix: str) -> AsyncIterator[Stand]:
-    """A stand whose engine makes no step by itself."""
+async def standing(url: str, prefix: str, **settings: Any) -> AsyncIterator[Stand]:
+    """A stand whose engine makes no step by itself. `settings` are those of its adapter."""
     steps = Steps()
     engine = ShownEngine(steps)
     async with (
         Bus.open(url, prefix=prefix) as bus,
-        serving(bus, engine, info("tiny", engine="shown")),
+        serving(bus, engine, info("tiny", engine="shown"), **settings),
         tracewire.connect(url, prefix=prefix, name="tester") as client,
     ):
         await client.models.get("tiny", timeout=30)
@@ -90,13 +90,14 @@ async def standing(url: str, prefix: str) -> AsyncIterator[Stand]:
 
 
 @pytest.fixture
-async def stand(embedded: str, prefix: str) -> AsyncIterator[Stand]:
-    """A stand of the test's own."""
+async def stand(embedded: str, prefix: str, request: pytest.FixtureRequest) -> AsyncIterator[Stand]:
+    """A stand of the test's own. An indirect parameter has settings of its adapter."""
+    settings = getattr(request, "param", {})
     ready: asyncio.Future[Stand] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
 
     async def hold() -> None:
-        async with standing(embedded, prefix) as stand:
+        async with standing(embedded, prefix, **settings) as stand:
             ready.set_result(stand)
             await over.wait()
 

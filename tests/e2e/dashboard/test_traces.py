@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
 from playwright.async_api import Page, expect
 
-from tests.e2e.dashboard.conftest import Stand
+from tests.e2e.dashboard.conftest import Stand, Steps
 from tests.support.gateways import Served
-from tests.support.shown_engine import HOSTILE, LAYERS, projection_at, token_at
+from tests.support.scripted_engine import info, serving
+from tests.support.shown_engine import HOSTILE, LAYERS, ShownEngine, projection_at, token_at
 from tests.support.until import until
+from tracewire_bus.bus import Bus
 
 Opened = Callable[..., Any]
 
@@ -237,14 +240,14 @@ async def test_a_gateway_that_comes_back_loses_and_repeats_no_token(stand: Stand
 async def test_a_long_text_is_drawn_in_part_and_all_of_it_can_be_reached(
     stand: Stand, served: Served, opened: Opened
 ) -> None:
-    await stand.trace("mine", 6000)
-    stand.steps.let(6000)
+    await stand.trace("mine", 4600)
+    stand.steps.let(4600)
     assert await stand.client.subscribe("mine").until_done() == "finished"
     async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
-        await expect(page.locator(".scrubber output")).to_have_text("6000 of 6000 tokens")
+        await expect(page.locator(".scrubber output")).to_have_text("4600 of 4600 tokens")
         await expect(page.locator(".panel .badge")).to_have_text("finished")
         seen = await drawn(page)
-        assert text_of(6000).endswith(seen)
+        assert text_of(4600).endswith(seen)
         shown = await page.locator(".block .t").count()
         assert 1000 < shown <= 4096
 
@@ -260,4 +263,54 @@ async def test_a_long_text_is_drawn_in_part_and_all_of_it_can_be_reached(
             await earlier.click()
             await until(lambda before=before: moved(before))
             assert await page.locator(".block .t").count() <= 4096
-        assert text_of(6000).startswith(await drawn(page))
+        assert text_of(4600).startswith(await drawn(page))
+
+
+@pytest.mark.parametrize("stand", [{"retain_events": 16}], indirect=True)
+async def test_what_was_trimmed_comes_as_a_state(stand: Stand, served: Served, opened: Opened) -> None:
+    await stand.trace("mine")
+    await stand.client.steer("mine", alpha=2.0)
+    await stand.steered(2.0)
+    for _ in range(100):
+        stand.steps.let(1)
+        steps = stand.engine.steps
+        await until(lambda steps=steps: stand.engine.steps > steps)
+    events = [event.type async for event in first_events(stand, 1)]
+    assert events == ["gap"]
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await expect(page.locator(".scrubber output")).to_have_text("100 of 100 tokens")
+        assert await drawn(page) == text_of(100, 2.0)
+        await expect(page.get_by_label("alpha", exact=True)).to_have_value("2")
+        await expect(page.locator(".history")).to_contain_text("Earlier events were trimmed")
+        heat = page.get_by_role("region", name="Heat map of layers by tokens").locator("canvas")
+        await expect(heat).to_have_attribute("aria-label", f"Heat map of lens: {LAYERS} rows by 100 tokens")
+
+
+async def first_events(stand: Stand, count: int) -> AsyncIterator[Any]:
+    """The first events of the trace `mine` that can still be read."""
+    async with stand.client.subscribe("mine") as events:
+        async for event in events:
+            yield event
+            count -= 1
+            if not count:
+                return
+
+
+async def test_a_trace_that_begins_anew_is_drawn_anew(
+    stand: Stand, served: Served, opened: Opened, embedded: str, prefix: str
+) -> None:
+    await stand.trace("mine", 40)
+    stand.steps.let(10)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 10)
+        stand.engine.die()
+        await expect(page.locator(".panel .badge")).to_have_text("waiting")
+        steps = Steps()
+        async with Bus.open(embedded, prefix=prefix) as bus, serving(bus, ShownEngine(steps), info("tiny")):
+            await expect(page.locator(".about")).to_contain_text("attempt\u00a02")
+            steps.let(4)
+            await count(page, 4)
+            assert await drawn(page) == text_of(4)
+            steps.let(36)
+            await expect(page.locator(".panel .badge")).to_have_text("finished")
+            assert await drawn(page) == text_of(40)

@@ -7,7 +7,7 @@ import { announce, el, newId, setText } from "./dom.js";
 /** The least time between two changes that a slider sends, in milliseconds. */
 const BETWEEN_MS = 80;
 
-/** One live parameter. A number has a slider, and any other value a field of JSON. */
+/** One live parameter. A number has a slider, a boolean a box, and any other value a field of JSON. */
 class Parameter {
   constructor(name, value, send) {
     this.name = name;
@@ -23,6 +23,9 @@ class Parameter {
       this.slider.addEventListener("keydown", (event) => this.key(event));
       this.field.addEventListener("change", () => this.field.value !== "" && this.set(Number(this.field.value)));
       this.element.append(el("label", { for: id, text: name }), this.slider, this.field);
+    } else if (typeof value === "boolean") {
+      this.field = this.box = el("input", { type: "checkbox", id, onchange: () => this.send(name, this.box.checked) });
+      this.element.append(el("label", { for: id, text: name }), this.box);
     } else {
       this.field = el("input", { type: "text", id, spellcheck: "false", class: "wide" });
       const apply = el("button", { type: "button", onclick: () => this.setJson() }, "Set");
@@ -75,6 +78,8 @@ class Parameter {
       this.value = value;
       this.fit(value);
       this.slider.value = this.field.value = value;
+    } else if (this.box) {
+      this.box.checked = value;
     } else if (document.activeElement !== this.field) {
       const text = JSON.stringify(value);
       if (this.field.value !== text) this.field.value = text;

@@ -5,7 +5,7 @@ import { Scale } from "./colours.js";
 import { lensTokens, numberOf } from "./choice.js";
 import { Buttons, LiveParameters } from "./controls.js";
 import { announce, clock, duration, el, newId, quoted, setText, shown } from "./dom.js";
-import { inFrame, notInFrame, paced, whileInView } from "./frames.js";
+import { afterDrawing, inFrame, notInFrame, paced, whileInView } from "./frames.js";
 import { HeatMap } from "./heat_map.js";
 import { Plot } from "./plots.js";
 import { Scrubber } from "./scrubber.js";
@@ -32,8 +32,12 @@ export class TracePanel {
     this.scaled = 0;
     this.plots = new Map();
     this.isOver = false;
+    this.several = onclose !== null;
     this.build(onclose);
     this.draw = () => this.drawNow();
+    this.scrollHistory = () => {
+      this.history.scrollTop = this.history.scrollHeight;
+    };
     this.drawSlowly = paced(() => inFrame(this.slow), SLOW_MS);
     this.slow = () => this.drawSlow();
     this.unwatch = whileInView(this.element, (inView) => (inView ? this.open() : this.rest()));
@@ -63,7 +67,7 @@ export class TracePanel {
     this.values = el("details", { class: "values" }, el("summary", {}, "Values at the token"), (this.table = el("div")));
     this.values.addEventListener("toggle", () => this.drawValues());
     const heading = newId("trace");
-    const close = onclose && el("button", { type: "button", class: "quiet", onclick: onclose, "aria-label": `Close ${this.id}` }, "Close");
+    const close = onclose && el("button", { type: "button", class: "quiet", onclick: onclose, "aria-label": `Close ${this.id}`, title: "Close" }, "×");
     const title = el("h2", { id: heading }, el("a", { href: `#/trace/${encodeURIComponent(this.id)}`, text: this.id }));
     this.plotSection = el("section", { "aria-label": "Plots", hidden: true }, el("div", { class: "row" }, el("h3", { text: "Plots" }), this.plotMenu.parentElement), this.plotArea);
     this.heatSection = el("section", { "aria-label": "Layers by tokens", hidden: true }, el("div", { class: "row" }, this.heatMenu.parentElement, this.heatScale.parentElement), this.heat.element);
@@ -118,7 +122,8 @@ export class TracePanel {
 
   take(event) {
     this.state.apply(event);
-    if (event.type === "steered") announce(event.changes.map((one) => `Steered: ${markLabel(one)}`).join("; "));
+    if (event.type === "gap") this.readLive();
+    if (event.type === "steered" && !this.several) announce(event.changes.map((one) => `Steered: ${markLabel(one)}`).join("; "));
     if (event.type === "final") announce(`The trace ${this.id} ended as ${event.status}.`);
     this.changed();
   }
@@ -137,6 +142,8 @@ export class TracePanel {
     try {
       const { values } = await api.live(this.id);
       this.known = values;
+      // The events that say so may have been trimmed.
+      if (this.state.trimmed) Object.assign(this.state.live, values);
       this.changed();
     } catch {
       // Its events have the values, too.
@@ -195,7 +202,7 @@ export class TracePanel {
     const steered = state.marks.map((mark) => ({ time: mark.time, mark }));
     const entries = [...state.history, ...steered].sort((a, b) => a.time - b.time).slice(-HISTORY);
     this.history.replaceChildren(...entries.map((one) => this.entry(one)));
-    this.history.scrollTop = this.history.scrollHeight;
+    afterDrawing(this.scrollHistory);
     if (state.choices.size > 1 && this.choices.options.length !== state.choices.size) {
       this.choices.parentElement.hidden = false;
       const options = [...state.choices].map(([key, one]) => el("option", { value: key }, `prompt ${one.invoke + 1}, choice ${one.choice + 1}`));

@@ -22,6 +22,8 @@ export class TraceState {
     /** What happened beside outputs, as `{time, text, index}`. */
     this.history = [];
     this.warnings = [];
+    /** Whether events were trimmed before they came here. */
+    this.trimmed = false;
     /** Grows with each event that is not an output. */
     this.revision = 0;
   }
@@ -123,6 +125,7 @@ export class TraceState {
       invoke.forEach((choice, at) => this.choice(number, at).replace(choice));
     });
     if (state.accepted) this.on_accepted(state.accepted);
+    this.trimmed = true;
     this.attempt = state.attempt;
     if (state.paused) this.set("paused");
     this.note(Date.now() / 1000, "Earlier events were trimmed; the state after them stands in their place.");
