@@ -13,19 +13,25 @@ import axe_playwright_python
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
-__all__ = ["browser", "violations"]
+__all__ = ["browser", "chromium", "violations"]
 
 _AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 
 
-@asynccontextmanager
-async def browser() -> AsyncIterator[Browser]:
-    """A Chromium without a window. `NO_CHROMIUM=1` skips what needs one, on a machine that cannot install it."""
+def chromium() -> str:
+    """The path of Chromium. `NO_CHROMIUM=1` skips what needs one, on a machine that cannot install it."""
     found = shutil.which("chromium")
     if found is None:
         if os.environ.get("NO_CHROMIUM"):
             pytest.skip("NO_CHROMIUM is set, and there is no chromium")
         pytest.fail("chromium is missing: install Debian's package chromium, or set NO_CHROMIUM=1 to leave this out")
+    return found
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    """A Chromium without a window."""
+    found = chromium()
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
         started = await playwright.chromium.launch(executable_path=found, args=options)

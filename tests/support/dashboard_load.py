@@ -2,8 +2,8 @@
 
     python -m tests.support.dashboard_load [--traces 50] [--tokens 600] [--rate 60] [--json]
 
-A scripted engine, a gateway and a Redis run as processes of their own. The page has all traces side by side. Each of them
-puts out `--rate` tokens a second. While they run, the page counts its frames and its tasks of more than 50 ms.
+A scripted engine, a gateway and a Redis run as processes of their own. The page has all traces side by side. Each of
+them puts out `--rate` tokens a second. While they run, the page counts its frames and its tasks of more than 50 ms.
 """
 
 from __future__ import annotations

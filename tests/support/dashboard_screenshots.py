@@ -125,15 +125,12 @@ async def shoot(page: Page, url: str, to: Path) -> None:
     await shot("side-by-side")
     await page.goto(f"{url}/dashboard/#/start")
     await page.get_by_label("Prompt").fill("This module provides")
-    await page.get_by_label("Direction", exact=True).set_input_files(
-        ROOT / "examples" / "demo_model" / "direction.npy"
-    )
+    await page.get_by_label("Direction", exact=True).set_input_files(ROOT / "examples" / "demo_model" / "direction.npy")
     await shot("start")
 
 
 async def run(to: Path) -> None:
     """All screenshots."""
-    to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         async with EmbeddedServer.start() as server, browser() as chromium:
             with running_engine(server.url, Path(folder)):
@@ -154,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write them all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
-    anyio.run(run, parser.parse_args(arguments).to)
+    to = parser.parse_args(arguments).to
+    to.mkdir(parents=True, exist_ok=True)
+    anyio.run(run, to)
     return 0
 
 

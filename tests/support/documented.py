@@ -37,6 +37,7 @@ RUN_BY = {
     "python -m benchmarks.sizing": _BENCHMARKS + "sizing",
     "python -m benchmarks.soak": _BENCHMARKS + "soak",
     "python -m benchmarks.steering": _BENCHMARKS + "steering",
+    "python -m tests.support.dashboard_load": "tests/e2e/dashboard/test_load.py::test_the_command_prints_figures",
     "python -m examples.chat_backend": "tests/e2e/serving/test_chat_backend.py::test_the_try_out",
     "uvicorn --factory examples.chat_backend.app:create_app": (
         "tests/examples/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"

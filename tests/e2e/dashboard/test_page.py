@@ -126,7 +126,9 @@ async def test_a_key_is_asked_for_and_its_rights_count(stand: Stand, opened: Ope
 
 
 async def focused(page: Page) -> str:
-    return await page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent")
+    """The label of the element that has the focus, or its text."""
+    one = "document.activeElement"
+    return await page.evaluate(f"{one}.getAttribute('aria-label') ?? {one}.textContent")
 
 
 async def tab_to(page: Page, name: str) -> None:

@@ -83,8 +83,8 @@ async def test_several_traces_come_over_one_socket(engine: Engine, served: Serve
         types = of(found, number)
         assert (types[0], types[-1]) == ("accepted", "final")
         assert "output" in types
-        assert [one for one in found if one["id"] == number][0] == {"id": number, "open": True}
-        assert [one for one in found if one["id"] == number][-1] == {"id": number, "over": True, "error": None}
+        first, *_, last = (one for one in found if one["id"] == number)
+        assert (first, last) == ({"id": number, "open": True}, {"id": number, "over": True, "error": None})
 
 
 async def test_a_stream_goes_on_at_its_position(engine: Engine, served: Served, client: Client) -> None:
