@@ -36,6 +36,10 @@ PROMPTS = {
 }
 
 
+#: The part of the window that the list takes.
+LIST = {"x": 0, "y": 0, "width": 1280, "height": 500}
+
+
 async def start(client: Client, name: str, prompt: str, tokens: int, seed: int = 3) -> str:
     """Submit a trace that can be steered, with a probe and lenses."""
     interventions = [
@@ -96,7 +100,7 @@ async def shoot_list(pages: list[Page], client: Client, url: str, to: Path) -> N
     await client.steer("steer-down", alpha=-20.0, by="grace")
     await reached(client, "plain-code", 60)
     for page in pages:
-        await page.screenshot(path=to / f"list-{await scheme_of(page)}.png")
+        await page.screenshot(path=to / f"list-{await scheme_of(page)}.png", clip=LIST)
     for name in ("steer-up", "steer-down", "plain-code"):
         await client.pause(name, by="ada")
 
@@ -126,6 +130,7 @@ async def shoot(page: Page, url: str, to: Path) -> None:
     await page.goto(f"{url}/dashboard/#/start")
     await page.get_by_label("Prompt").fill("This module provides")
     await page.get_by_label("Direction", exact=True).set_input_files(ROOT / "examples" / "demo_model" / "direction.npy")
+    await page.get_by_role("heading", name="Start a trace").click()
     await shot("start")
 
 

@@ -144,8 +144,14 @@ export class ListView {
       this.empty,
       this.more,
     );
+    /** Lifecycle events that the next frame draws. */
+    this.events = [];
+    this.draw = () => this.drawEvents();
     this.watch = connection.watch(
-      (event) => this.take(event),
+      (event) => {
+        this.events.push(event);
+        inFrame(this.draw);
+      },
       (problem) => problem && this.fail(problem),
     );
     this.load();
@@ -157,6 +163,7 @@ export class ListView {
   }
 
   async load() {
+    this.loads = (this.loads ?? 0) + 1;
     for (const row of this.rows.values()) row.remove();
     this.rows.clear();
     this.next = null;
@@ -167,6 +174,7 @@ export class ListView {
     const filters = { limit: PAGE };
     if (this.state.value) filters.state = this.state.value;
     if (this.next) filters.before = this.next;
+    const load = this.loads;
     let found;
     try {
       found = await api.traces(filters);
@@ -174,6 +182,7 @@ export class ListView {
       this.fail(problem);
       return;
     }
+    if (load !== this.loads) return;
     this.problem.hidden = true;
     for (const trace of found.data) if (!this.rows.has(trace.id)) this.body.append(this.row(trace).element);
     this.next = found.next ?? null;
@@ -197,6 +206,12 @@ export class ListView {
     const row = new Row(trace, this);
     this.rows.set(trace.id, row);
     return row;
+  }
+
+  drawEvents() {
+    const events = this.events;
+    this.events = [];
+    for (const event of events) this.take(event);
   }
 
   take(event) {
@@ -243,6 +258,7 @@ export class ListView {
 
   remove() {
     this.watch.stop();
+    this.loads++;
     for (const row of this.rows.values()) row.remove();
     this.element.remove();
   }

@@ -29,6 +29,9 @@ export class TokenText {
     this.scrollDown = () => {
       this.element.scrollTop = this.element.scrollHeight;
     };
+    // A block that comes into view gets its real height only then.
+    this.sizes = new ResizeObserver(() => this.atEnd && this.follows && afterDrawing(this.scrollDown));
+    this.sizes.observe(this.body);
     this.element.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.element.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("pointerover", (event) => this.hover(event));
@@ -132,6 +135,10 @@ export class TokenText {
     }
     block?.element.append(added);
     this.end = until;
+  }
+
+  remove() {
+    this.sizes.disconnect();
   }
 
   cutTo(limit) {

@@ -381,6 +381,7 @@ export class TracePanel {
     this.forget();
     for (const plot of this.plots.values()) plot.remove();
     this.heat.remove();
+    this.text.remove();
     this.element.remove();
   }
 }
