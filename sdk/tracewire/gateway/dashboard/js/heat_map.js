@@ -231,6 +231,6 @@ export class HeatMap {
 
 /** A token that fits into a cell. */
 function fitting(text) {
-  const plain = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ /, "·");
+  const plain = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (run) => `␣${run.length}`).replace(/^ /, "·");
   return plain.length > 10 ? `${plain.slice(0, 9)}…` : plain;
 }
