@@ -314,3 +314,23 @@ async def test_a_trace_that_begins_anew_is_drawn_anew(
             steps.let(36)
             await expect(page.locator(".panel .badge")).to_have_text("finished")
             assert await drawn(page) == text_of(40)
+
+
+async def test_each_prompt_and_choice_can_be_chosen(stand: Stand, served: Served, opened: Opened) -> None:
+    async with served.http() as http:
+        body = {"model": "tiny", "prompts": ["Read", "<"], "sampling": {"max_tokens": 8}, "trace_id": "mine"}
+        assert (await http.post("/traces", json=body)).status_code == 202
+    await until(lambda: stand.engine.tracked == 2)
+    stand.steps.let(8)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await expect(page.locator(".panel .badge")).to_have_text("finished")
+        await count(page, 8)
+        assert await drawn(page) == text_of(8)
+        # Nothing was saved, and so nothing is plotted.
+        await expect(page.get_by_role("heading", name="Plots")).to_be_hidden()
+        await page.get_by_role("combobox", name="Choice").select_option("prompt 2, choice 1")
+
+        async def is_other() -> bool:
+            return await drawn(page) == text_of(8, prompt="<")
+
+        await until(is_other)
