@@ -42,6 +42,7 @@ from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.store.trace_list import ListedTrace, Place, list_traces
 from tracewire_bus.store.trace_records import Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.store.vectors import Vectors
 from tracewire_bus.store.watch_groups import Groups, GroupWatch
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard
@@ -110,6 +111,7 @@ class Bus:
         self._connections_: Connections | None = None
         self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
+        self._vectors: Vectors | None = None
         self._snapshots: Snapshots | None = None
         self._bulk: BulkReader | None = None
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
@@ -163,6 +165,7 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(connections.unbatched(), self.keys)
+            self._vectors = Vectors(connections, self.keys)
             self._bulk = BulkReader(BulkStores(connections, self.keys.bulk_store))
             self._snapshots = Snapshots(connections.unbatched(), self.keys, self._bulk)
             self._records = Records(connections, self.keys, self._retention_s)
@@ -187,9 +190,10 @@ class Bus:
         Close writers and control readers before.
         """
         reader, self._reader = self._reader, None
-        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots, self._bulk
-        closing = *parts, self._connections_, self._server
-        self._queue = self._blobs = self._snapshots = self._bulk = self._connections_ = self._server = None
+        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._vectors, self._snapshots
+        closing = *parts, self._bulk, self._connections_, self._server
+        self._queue = self._blobs = self._vectors = self._snapshots = self._bulk = None
+        self._connections_ = self._server = None
         self._records = self._dead_letters = self._leases = self._registry = self._memory = None
         with anyio.CancelScope(shield=True):
             for part in closing:
@@ -295,6 +299,11 @@ class Bus:
     def blobs(self) -> Blobs:
         """The large arrays of all traces, over connections of their own."""
         return _open(self._blobs)
+
+    @property
+    def vectors(self) -> Vectors:
+        """The arrays that declared interventions of many traces refer to, over connections of their own."""
+        return _open(self._vectors)
 
     @property
     def snapshots(self) -> Snapshots:
