@@ -1,6 +1,6 @@
 """Bursts of short traces: when each reaches the engine, and what a trace costs whom.
 
-    python -m benchmarks.bursts [--traces 32] [--bursts 40] [--steered] [--layers 16] [--keep-client] [--rest 0.3] [--json]
+    python -m benchmarks.bursts [--traces 32] [--bursts 40] [--steered | --layers 16] [--keep-client] [--rest 0.3]
 
 A scripted engine (no model) in the adapter's process puts out one token of each trace as soon as it is started. The
 real adapter is a process of its own, as Redis is; the client is this one. All traces of a burst are started at the same
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--traces", type=at_least(1), default=32, help="of each burst")
     parser.add_argument("--bursts", type=at_least(3), default=40, help="the first two are left out of the figures")
     parser.add_argument("--steered", action="store_true", help="each trace brings two vectors")
-    parser.add_argument("--layers", type=at_least(1), metavar="N", help="each trace steers and probes N layers, 32 at most")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="each trace steers and probes N layers")
     parser.add_argument("--keep-client", action="store_true", help="one client for all bursts")
     parser.add_argument("--rest", type=float, default=0.3, metavar="SECONDS", help="before each burst")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -93,7 +93,7 @@ class VectorFiles:
         return file
 
     async def _release(self, held: Sequence[_File]) -> None:
-        """End one use of each file. Removes files that were not fetched, and the least recently used beyond the budget."""
+        """End a use of each file. Remove those that were not fetched, and the least recently used beyond the budget."""
         removed: list[_File] = []
         for file in held:
             file.users -= 1

@@ -56,8 +56,10 @@ class ReferredArrays:
         changed = {}
         for name in one.__struct_fields__:
             value = getattr(one, name)
-            if type(value) is msgspec.msgpack.Ext and value.code == ARRAY and len(value.data) >= VECTOR_BYTES:
-                payload = bytes(value.data)
+            if type(value) is not msgspec.msgpack.Ext or value.code != ARRAY:
+                continue
+            payload = bytes(value.data)
+            if len(payload) >= VECTOR_BYTES:
                 known = self._vectors.known(payload)
                 ref = known if known is not None else reference_to(payload)
                 self._arrays.setdefault(ref, _Array(payload, f"{where}.{name}", known is not None))
@@ -94,7 +96,7 @@ class ReferredArrays:
             try:
                 await self._vectors.store({ref: array.payload for ref, array in self._arrays.items()})
             except NotAllowed as error:
-                logger.warning("each trace carries its vectors, since Redis does not let this client store them: %s", error)
+                logger.warning("Redis does not let this client store vectors, so each trace carries its own: %s", error)
                 return self._given
         return self.interventions
 
