@@ -12,20 +12,14 @@ import numpy as np
 import pytest
 
 from tests.support.redis.proxy import proxy
+from tests.support.vectors import encoded
 from tracewire_bus.bus import Bus, BusUnavailable
 from tracewire_bus.store import vectors as module
 from tracewire_bus.store.blobs import CHUNK_BYTES
-from tracewire_bus.store.vectors import KEPT_S, VectorMissing, Vectors, reference_to
-from tracewire_bus.wire.packing import wire
+from tracewire_bus.store.vectors import KEPT_S, VectorMissing, Vectors
 from tracewire_bus.wire.refs import VECTOR, ArrayRef, is_vector
 
 PATIENCE = 20
-
-
-def encoded(array: Any) -> tuple[ArrayRef, bytes]:
-    """The reference to an array, and its encoded form."""
-    payload = bytes(wire(array).data)
-    return reference_to(payload), payload
 
 
 def array(nbytes: int) -> np.ndarray[Any, Any]:

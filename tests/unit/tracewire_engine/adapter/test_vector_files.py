@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from tests.unit.tracewire_bus.store.test_vectors import encoded
+from tests.support.vectors import encoded
 from tests.unit.tracewire_engine.worker.test_remote_inputs import Carried
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.vectors import MISSING, Vectors
