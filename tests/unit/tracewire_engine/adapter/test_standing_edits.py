@@ -10,8 +10,11 @@ import pytest
 from tests.support.served import counted, runs, served
 from tests.support.standing_edits import raised, standing, told, went_well
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.store.edits import Edits
 from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.wire.messages import Edit, Steer
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter import standing_edits as module
 from tracewire_engine.adapter.engine_api import Rejection
 
@@ -117,3 +120,13 @@ async def test_garbage_among_the_edits_ends_no_engine(part: str, bus: Bus, embed
         await runs(client)
         if part in ("about", "state"):
             await counted(client)
+
+
+async def test_an_edit_with_a_reference_in_place_of_an_array_does_not_run(bus: Bus) -> None:
+    """Nobody would fetch it for the workers."""
+    edits = await standing(bus)
+    (steer,) = normalize([Steer("residual(0)", ArrayRef("float32", (8,), bytes(16), f"vector-{bytes(16).hex()}"))])
+    await bus.edits.install("tiny", Edit(name="a", interventions=[steer]))
+    await edits.refresh()
+    with pytest.raises(Rejection, match=r"interventions\[0\]\.vector: expected an array"):
+        edits.choose(["a"])
