@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -195,10 +194,7 @@ class Bus:
         self._queue = self._blobs = self._vectors = self._snapshots = self._bulk = None
         self._connections_ = self._server = None
         self._records = self._dead_letters = self._leases = self._registry = self._memory = None
-        with anyio.CancelScope(shield=True):
-            for part in closing:
-                if part is not None:
-                    await part.aclose()
+        await _close(closing)
 
     async def warm(self) -> None:
         """Open connections ahead of a burst of traces, and fetch the figure that the first submission needs.
@@ -212,11 +208,7 @@ class Bus:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._connections.warm)
                 group.start_soon(self._reader.connect)
-                group.start_soon(self._prefetch)
-
-    async def _prefetch(self) -> None:
-        with suppress(BusError):
-            await self.memory.prefetch()
+                group.start_soon(self.memory.prefetch)
 
     @property
     def _connections(self) -> Connections:
@@ -508,6 +500,14 @@ def _open(part: T | None) -> T:
     if part is None:
         raise anyio.ClosedResourceError
     return part
+
+
+async def _close(parts: Sequence[Any]) -> None:
+    """Close the parts of a bus that are open, in order, even when cancelled."""
+    with anyio.CancelScope(shield=True):
+        for part in parts:
+            if part is not None:
+                await part.aclose()
 
 
 def _port(url: str) -> str:

@@ -312,8 +312,7 @@ class Intake:
         model, engine = self._info.model, self._info.engine
         try:
             with scope:
-                services = self._services
-                async with services.inputs.of(submission), services.vectors.of(submission.interventions):
+                async with self._services.inputs.of(submission), self._services.vectors.of(submission.interventions):
                     await run.run()
         except Rejection as rejection:
             status, problem = "rejected", rejection.failure
