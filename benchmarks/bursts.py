@@ -1,11 +1,12 @@
 """Bursts of short traces: when each reaches the engine, and what a trace costs whom.
 
-    python -m benchmarks.bursts [--traces 32] [--bursts 40] [--steered] [--keep-client] [--rest 0.3] [--json]
+    python -m benchmarks.bursts [--traces 32] [--bursts 40] [--steered | --layers 16] [--keep-client] [--rest 0.3]
 
 A scripted engine (no model) in the adapter's process puts out one token of each trace as soon as it is started. The
 real adapter is a process of its own, as Redis is; the client is this one. All traces of a burst are started at the same
-time. With `--steered` each brings two `Steer`s with a vector of 2,048 numbers. Each burst has a client of its own
-unless `--keep-client`. Medians over the bursts, the first two left out:
+time. With `--steered` each brings two `Steer`s with a vector of 2,048 numbers; with `--layers N` a `Steer` and a
+`Probe` for each of N layers, of as many different vectors, 8 KiB each. Each burst has a client of its own unless
+`--keep-client`. Medians over the bursts, the first two left out:
 
 - *first*, *last*: from the first call until the engine has the first trace, and the last;
 - *submitted*: until the last submission was acknowledged; *ended*: until the last result is there (milliseconds);
@@ -22,7 +23,9 @@ import json
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -35,6 +38,7 @@ from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
 from tests.support.fake_engine import FakeEngine
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.engine_api import Prepared
 from tracewire_engine.adapter.service import Adapter
@@ -42,7 +46,7 @@ from tracewire_engine.adapter.trace_run import _NO_DELTAS
 from tracewire_engine.launch.cli import LOOP, settle_memory
 from tracewire_engine.protocol.messages import FinishRecord, Report
 
-MODEL, HIDDEN = "bursts", 2048
+MODEL, HIDDEN, LAYERS = "bursts", 2048, 32
 
 
 class InstantEngine(FakeEngine):
@@ -69,11 +73,12 @@ class InstantEngine(FakeEngine):
 def adapter(url: str) -> None:
     """The real adapter, in a process as `tracewire engine` has it; a line on standard input asks when traces began."""
 
-    async def main() -> None:
+    async def main(folder: Path) -> None:
         engine = InstantEngine()
+        engine.inputs = folder
         info = scripted_info(MODEL, 1024)
-        info.hidden_size, info.layers, info.layer_count = HIDDEN, "model.layers", 4
-        names = ["", "model", "model.layers", *(f"model.layers.{layer}" for layer in range(4))]
+        info.hidden_size, info.layers, info.layer_count, info.schema = HIDDEN, "model.layers", LAYERS, schema_text()
+        names = ["", "model", "model.layers", *(f"model.layers.{layer}" for layer in range(LAYERS))]
         info.modules = [ModuleInfo(name, "Module") for name in names]
         settle_memory()
         async with Bus.open(url) as bus, anyio.create_task_group() as group:
@@ -84,7 +89,8 @@ def adapter(url: str) -> None:
                 engine.started.clear()
             group.cancel_scope.cancel()
 
-    anyio.run(main, backend_options=LOOP)
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        anyio.run(main, Path(folder), backend_options=LOOP)
 
 
 async def burst(client: tracewire.Client, traces: int, interventions: list[Any]) -> dict[str, float]:
@@ -107,10 +113,25 @@ async def burst(client: tracewire.Client, traces: int, interventions: list[Any])
     return marks
 
 
+def declared(options: argparse.Namespace) -> list[Any]:
+    """What each trace declares."""
+    if options.layers:
+        rows = np.random.default_rng(0).standard_normal((2 * options.layers, HIDDEN)).astype(np.float32)
+        return [
+            one
+            for layer in range(options.layers)
+            for one in (
+                tracewire.Steer(f"model.layers.{layer}", rows[2 * layer], scale=0.1),
+                tracewire.Probe(f"p{layer}", f"model.layers.{layer}", weight=rows[2 * layer + 1]),
+            )
+        ]
+    vector = np.linspace(-1, 1, HIDDEN, dtype=np.float32)
+    return [tracewire.Steer(f"model.layers.{layer}", vector, scale=0.1) for layer in (1, 2)] if options.steered else []
+
+
 async def measure(options: argparse.Namespace) -> dict[str, float]:
     """All bursts; the figures."""
-    vector = np.linspace(-1, 1, HIDDEN, dtype=np.float32)
-    steers = [tracewire.Steer(f"model.layers.{layer}", vector, scale=0.1) for layer in (1, 2)]
+    interventions = declared(options)
     found: list[dict[str, float]] = []
     async with EmbeddedServer.start() as server:
         process = start("benchmarks.bursts", "--adapter", server.url)
@@ -131,7 +152,7 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
                     used = cpu_s(process.pid), cpu_s(server.pid)
                     async with nullcontext(kept) if options.keep_client else tracewire.connect(server.url) as client:
                         own = time.process_time()
-                        marks = await burst(client, options.traces, steers if options.steered else [])
+                        marks = await burst(client, options.traces, interventions)
                     own = time.process_time() - own
                     cpu = cpu_s(process.pid) - used[0], cpu_s(server.pid) - used[1]
                     times = started()
@@ -163,6 +184,7 @@ def main() -> None:
     parser.add_argument("--traces", type=at_least(1), default=32, help="of each burst")
     parser.add_argument("--bursts", type=at_least(3), default=40, help="the first two are left out of the figures")
     parser.add_argument("--steered", action="store_true", help="each trace brings two vectors")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="each trace steers and probes N layers")
     parser.add_argument("--keep-client", action="store_true", help="one client for all bursts")
     parser.add_argument("--rest", type=float, default=0.3, metavar="SECONDS", help="before each burst")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -42,6 +41,7 @@ from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.store.trace_list import ListedTrace, Place, list_traces
 from tracewire_bus.store.trace_records import Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.store.vectors import Vectors
 from tracewire_bus.store.watch_groups import Groups, GroupWatch
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard
@@ -110,6 +110,7 @@ class Bus:
         self._connections_: Connections | None = None
         self._reader: Reader | SlotReaders | None = None
         self._blobs: Blobs | None = None
+        self._vectors: Vectors | None = None
         self._snapshots: Snapshots | None = None
         self._bulk: BulkReader | None = None
         self._watches: weakref.WeakSet[Watch | GroupWatch] = weakref.WeakSet()
@@ -163,6 +164,7 @@ class Bus:
                 self._reader = Reader(connections)
                 self._reader.start()
             self._blobs = Blobs(connections.unbatched(), self.keys)
+            self._vectors = Vectors(connections, self.keys)
             self._bulk = BulkReader(BulkStores(connections, self.keys.bulk_store))
             self._snapshots = Snapshots(connections.unbatched(), self.keys, self._bulk)
             self._records = Records(connections, self.keys, self._retention_s)
@@ -187,14 +189,12 @@ class Bus:
         Close writers and control readers before.
         """
         reader, self._reader = self._reader, None
-        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._snapshots, self._bulk
-        closing = *parts, self._connections_, self._server
-        self._queue = self._blobs = self._snapshots = self._bulk = self._connections_ = self._server = None
+        parts = reader, *self._watches, *self._edit_records, self._queue, self._blobs, self._vectors, self._snapshots
+        closing = *parts, self._bulk, self._connections_, self._server
+        self._queue = self._blobs = self._vectors = self._snapshots = self._bulk = None
+        self._connections_ = self._server = None
         self._records = self._dead_letters = self._leases = self._registry = self._memory = None
-        with anyio.CancelScope(shield=True):
-            for part in closing:
-                if part is not None:
-                    await part.aclose()
+        await _close(closing)
 
     async def warm(self) -> None:
         """Open connections ahead of a burst of traces, and fetch the figure that the first submission needs.
@@ -208,11 +208,7 @@ class Bus:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._connections.warm)
                 group.start_soon(self._reader.connect)
-                group.start_soon(self._prefetch)
-
-    async def _prefetch(self) -> None:
-        with suppress(BusError):
-            await self.memory.prefetch()
+                group.start_soon(self.memory.prefetch)
 
     @property
     def _connections(self) -> Connections:
@@ -295,6 +291,11 @@ class Bus:
     def blobs(self) -> Blobs:
         """The large arrays of all traces, over connections of their own."""
         return _open(self._blobs)
+
+    @property
+    def vectors(self) -> Vectors:
+        """The arrays that declared interventions of many traces refer to, over connections of their own."""
+        return _open(self._vectors)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -499,6 +500,14 @@ def _open(part: T | None) -> T:
     if part is None:
         raise anyio.ClosedResourceError
     return part
+
+
+async def _close(parts: Sequence[Any]) -> None:
+    """Close the parts of a bus that are open, in order, even when cancelled."""
+    with anyio.CancelScope(shield=True):
+        for part in parts:
+            if part is not None:
+                await part.aclose()
 
 
 def _port(url: str) -> str:

@@ -26,6 +26,7 @@ from tests.support.scripted_engine import ScriptedEngine, acts, info
 from tracewire import Probe, Steer, StopWhen
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.queue_entries import Taken
+from tracewire_bus.store.vectors import reference_to
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire import codec, messages
 from tracewire_bus.wire.codec import encode, request_schema_text, schema_text
@@ -33,7 +34,7 @@ from tracewire_bus.wire.columns import NUMBER, Column, ColumnPart, encode_layout
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Block, Helper, Invoke, Live, ModuleInfo, Versions
 from tracewire_bus.wire.packing import pack, wire
-from tracewire_bus.wire.refs import ArrayRef
+from tracewire_bus.wire.refs import ArrayRef, encode_ref
 from tracewire_engine.adapter.service import Adapter, Settings
 
 HERE = Path(__file__).resolve().parent
@@ -169,6 +170,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             messages.Clamp(at="model.layers.0.mlp", direction=wire(_ARRAY[0]), min=-1.0, max=Live("alpha")),
             messages.Ablate(at="model.layers.1.mlp", direction=wire(_ARRAY), keep=0.5),
             StopWhen(probe="p", above=0.9, below=-0.9, output=1, steps=2),
+            Steer(at="residual(2)", vector=encode_ref(reference_to(bytes(wire(_ARRAY[0]).data)))),
         ],
         lease="l.10",
         token_strings=True,

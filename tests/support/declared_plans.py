@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.vectors import by_reference
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import normalize, substitute_live
 from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
@@ -68,7 +70,8 @@ def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
 
 
 class Request:
-    def __init__(self, name: str, rng: random.Random) -> None:
+    def __init__(self, name: str, rng: random.Random, folder: Path | None = None) -> None:
+        """With a `folder`, arrays are files in it, and the interventions refer to them."""
         self.name = name
         self.declared = interventions(rng)
         self.prompt = rng.randint(1, 5)
@@ -78,11 +81,12 @@ class Request:
         self.seen = 0
         self.expected: dict[str, list[Any]] = {}
         self.reads = ChoiceReads()
+        plain = normalize([one for one, _ in self.declared])
+        if folder is not None:
+            plain = [by_reference(one, folder) for one in plain]
         placed = [
             Placed(one, [(f"layer.{layer}.output", True) for layer in layers], len(layers) > 1)
-            for one, layers in zip(
-                normalize([one for one, _ in self.declared]), [at for _, at in self.declared], strict=True
-            )
+            for one, layers in zip(plain, [at for _, at in self.declared], strict=True)
         ]
         self.live: dict[str, Any] = {}
         self.change(rng)
@@ -201,9 +205,10 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
     request.seen = max(request.seen, end)
 
 
-def play(seed: int, declared: DeclaredRequests) -> int:
+def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> int:
     """Play random traffic, and compare what a plan reads and edits with `naive`.
 
+    With a `folder`, interventions refer to their arrays, which are files in it.
     With `declared.buffers`, the taps' kernels serve the steps that fit. Returns the number of these steps.
     """
     rng = random.Random(seed)
@@ -217,7 +222,7 @@ def play(seed: int, declared: DeclaredRequests) -> int:
     built = buffered = 0
     for step in range(40):
         if step < 25 and (not live or rng.random() < 0.25):
-            request = Request(f"r{step}", rng)
+            request = Request(f"r{step}", rng, folder)
             live[request.name] = request
             if rng.random() < 0.85:
                 run = runs.join(f"run of {request.name}", pack(request.live), request.name, request.name, 0)

@@ -17,6 +17,7 @@ from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder, unpack, wire
+from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
 from .tree import ModuleTree
 
@@ -28,7 +29,9 @@ __all__ = [
     "MAX_SITES",
     "DeclarationError",
     "Site",
+    "array_fields",
     "check",
+    "check_content",
     "check_encoded",
     "decode_interventions",
     "find_sites",
@@ -52,6 +55,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
 #: Fields with a vector. These and the numbers can be live parameters.
 _VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction"}
+#: Likewise with arrays that no live parameter stands for.
+_PROBE_ARRAYS: Final = ("weight", "bias")
 #: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
     kind: tuple(name for name, hint in get_type_hints(kind).items() if Live in get_args(hint)) for kind in _KINDS
@@ -195,6 +200,8 @@ def _normalize_one(one: Any, field: str) -> Declared:
         value = getattr(one, name)
         if isinstance(value, Live):
             changed[name] = {"live": value.live} if name == _VECTORS.get(type(one)) else value
+        elif isinstance(value, ArrayRef):
+            changed[name] = encode_ref(value)
         elif is_array(value) or isinstance(value, (list, tuple)):
             try:
                 array = _vector(value, f"{field}.{name}")
@@ -259,7 +266,7 @@ def check(
     """Check interventions against a model.
 
     Args:
-        interventions: the interventions, with decoded arrays (`decode_interventions`).
+        interventions: the interventions, with decoded arrays (`decode_interventions`) or references to vectors.
         tree: the model's modules.
         hidden_size: the width of the model's residual stream.
         live: the values of the trace's live parameters, by name.
@@ -358,6 +365,14 @@ def check_encoded(
             if len(tree.fitting_interventions) >= _CACHED_LISTS:
                 tree.fitting_interventions.clear()
             tree.fitting_interventions.add(known)
+
+
+def array_fields(interventions: Sequence[Declared]) -> Iterator[tuple[int, str, Any]]:
+    """The fields of interventions that can hold an array: the intervention's index, the field's name, and the value."""
+    for index, one in enumerate(interventions):
+        kind = type(one)
+        for name in _PROBE_ARRAYS if kind is Probe else (_VECTORS[kind],) if kind in _VECTORS else ():
+            yield index, name, getattr(one, name)
 
 
 def substitute_live(one: Declared, live: Mapping[str, Any]) -> Declared:
@@ -459,27 +474,41 @@ def _check_number(value: Any, field: str) -> None:
 
 
 def _check_array(value: Any, field: str, dimensions: tuple[int, ...], width: int | None) -> tuple[int, ...]:
+    if isinstance(value, ArrayRef):
+        if not is_vector(value):
+            raise DeclarationError(field, f"expected an array, got {value!r}, which belongs to a trace; load it first")
+    elif not is_array(value):
+        raise DeclarationError(field, f"expected an array, got {type(value).__qualname__}")
+    shape = tuple(value.shape)
+    wanted = " or ".join({1: "[hidden]", 2: "[n, hidden]"}[count] for count in dimensions)
+    if len(shape) not in dimensions or 0 in shape:
+        raise DeclarationError(field, f"expected an array of shape {wanted}, got {list(shape)}")
+    if width is not None and shape[-1] != width:
+        raise DeclarationError(field, f"the model's hidden size is {width}, got an array of shape {list(shape)}")
+    if not isinstance(value, ArrayRef):
+        check_content(value, field)
+    return shape
+
+
+def check_content(value: Any, field: str) -> None:
+    """Check the elements of an array. `check` does so too, but for an array that it has only a reference to.
+
+    Raises:
+        DeclarationError: the array has something else than finite numbers.
+    """
     import numpy as np
 
-    if not is_array(value):
-        raise DeclarationError(field, f"expected an array, got {type(value).__qualname__}")
     array = np.asarray(array_of(value))
-    wanted = " or ".join({1: "[hidden]", 2: "[n, hidden]"}[count] for count in dimensions)
-    if array.ndim not in dimensions or not array.size:
-        raise DeclarationError(field, f"expected an array of shape {wanted}, got {list(array.shape)}")
-    if width is not None and array.shape[-1] != width:
-        raise DeclarationError(field, f"the model's hidden size is {width}, got an array of shape {list(array.shape)}")
     try:
         finite = bool(np.isfinite(array.astype(np.float32)).all())
     except (TypeError, ValueError):
         raise DeclarationError(field, f"expected an array of numbers, got dtype {array.dtype}") from None
     if not finite:
         raise DeclarationError(field, "expected finite numbers, got NaN or an infinity in it")
-    return tuple(array.shape)
 
 
 def _check_bias(value: Any, field: str, shape: tuple[int, ...]) -> None:
-    if is_array(value):
+    if is_array(value) or isinstance(value, ArrayRef):
         if len(shape) != 2 or tuple(value.shape) != shape[:1]:
             raise DeclarationError(field, f"expected one number for each output, got shape {list(value.shape)}")
         _check_array(value, field, (1,), None)

@@ -8,14 +8,15 @@ afterwards (`check_submission`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
 from tracewire_bus.wire.live_values import MAX_BYTES as MAX_LIVE_BYTES
 from tracewire_bus.wire.live_values import MAX_NAMES as MAX_LIVE
 from tracewire_bus.wire.messages import Submission
-from tracewire_bus.wire.refs import FROZENSET, SET, TUPLE
+from tracewire_bus.wire.refs import FROZENSET, SET, TUPLE, ArrayRef
 
-from .intervention_checks import MAX_INTERVENTIONS
+from .intervention_checks import MAX_INTERVENTIONS, array_fields
 
 __all__ = [
     "MAX_BYTES",
@@ -32,6 +33,7 @@ __all__ = [
     "LimitExceeded",
     "check_size",
     "check_submission",
+    "check_vectors",
     "measure",
 ]
 
@@ -89,6 +91,7 @@ def check_submission(submission: Submission) -> None:
         ("edits", "edits", max(map(len, [submission.edits or [], *_edits(submission)])), MAX_EDITS),
     ]:
         _check_count(field, what, count, most)
+    check_vectors(value for _, _, value in array_fields(submission.interventions) if isinstance(value, ArrayRef))
     total = 0
     for block in given:
         for name, source, first_line in [
@@ -104,6 +107,16 @@ def check_submission(submission: Submission) -> None:
     deadline = submission.deadline_s
     if deadline is not None and not 0 <= deadline < math.inf:
         raise LimitExceeded("deadline", f"expected seconds from now, got {deadline}")
+
+
+def check_vectors(refs: Iterable[ArrayRef]) -> None:
+    """Check the sizes of the arrays to which a submission's interventions refer.
+
+    Raises:
+        LimitExceeded: they are larger together than a submission may be.
+    """
+    size = sum(ref.nbytes for ref in refs)
+    _check_count("interventions", "bytes of arrays in interventions", size, MAX_BYTES)
 
 
 def _edits(submission: Submission) -> list[list[str]]:

@@ -118,6 +118,10 @@ class Keys(msgspec.Struct, frozen=True):
         """Hash of the chunks of a trace's blobs. The field of a chunk is `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"
 
+    def vector(self, name: str) -> str:
+        """Hash of the chunks of an array that declared interventions of many traces refer to: see `vectors.py`."""
+        return f"{self.prefix}:vector:{name}"
+
     def bulk_store(self, store: str) -> str:
         """Hash that says where a bulk store is: see `bulk/stores.py`."""
         return f"{self.prefix}:bulk-store:{store}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Final
 
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
@@ -27,8 +28,12 @@ class Memory:
         self._left = Refreshed(self._ask)
 
     async def prefetch(self) -> None:
-        """Fetch the figure that the next submission needs, so that the submission itself need not wait for it."""
-        await self._left.get(_AGE_S)
+        """Fetch the figure that the next submission needs, so that the submission itself need not wait for it.
+
+        If this fails, the submission fetches it.
+        """
+        with suppress(BusError):
+            await self._left.get(_AGE_S)
 
     async def check_reserve(self) -> None:
         """Check that Redis has enough memory left for a new submission.

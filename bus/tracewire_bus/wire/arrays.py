@@ -31,6 +31,7 @@ __all__ = [
     "encoded_array",
     "extra_dtypes",
     "payload_header",
+    "payload_parts",
     "raw_bytes",
 ]
 
@@ -162,6 +163,13 @@ def decode_array(payload: memoryview) -> np.ndarray[Any, Any]:
     array = make(payload, start) if size else make()
     array.flags.writeable = False
     return array
+
+
+def payload_parts(payload: bytes) -> tuple[str, tuple[int, ...], memoryview]:
+    """The dtype, the shape and the raw elements of an array, from the payload that `array_payload` made."""
+    start = 2 + _header_length.unpack_from(payload)[0]
+    dtype, shape = _header_decoder.decode(payload[2:start])
+    return dtype, shape, memoryview(payload)[start:]
 
 
 def array_from_raw(name: str, shape: tuple[int, ...], raw: memoryview | bytes | bytearray) -> np.ndarray[Any, Any]:

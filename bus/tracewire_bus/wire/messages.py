@@ -89,9 +89,9 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 1)
+SCHEMA: tuple[int, int] = (2, 2)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 4)
+REQUEST_SCHEMA: tuple[int, int] = (1, 5)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -182,6 +182,8 @@ class DeclaredIntervention(Message, tag_field="do"):
       as in Python; `*` is every layer.
     - `model.layers.3.mlp`: a module's output, or the first tensor of it if the module returns several. The suffix
       `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path.
+
+    In a submission, the fields that hold an array may hold a reference to a vector instead (`store/vectors.py`).
     """
 
     def __repr__(self) -> str:

@@ -28,9 +28,11 @@ __all__ = [
     "REF",
     "SET",
     "TUPLE",
+    "VECTOR",
     "ArrayRef",
     "current_loader",
     "encode_ref",
+    "is_vector",
     "itemsize",
     "loading_by",
     "ref_decoder",
@@ -49,6 +51,10 @@ DTYPES: Final = frozenset(
 #: Types of msgpack extensions. They are part of the wire format.
 ARRAY, TUPLE, INT, COMPLEX, REF, SET, FROZENSET, DTYPE, BULK = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
+#: Begins the name of a vector: an array of declared interventions that traces share (`store/vectors.py`). The digest in
+#: hexadecimal follows. Blobs of a trace have no such names.
+VECTOR: Final = "vector-"
+
 
 class ArrayRef:
     """A reference to a large array that was not sent with its value: `await ref.load()` downloads the array.
@@ -59,7 +65,7 @@ class ArrayRef:
         dtype: the array's dtype, one of `DTYPES`.
         shape: the array's shape.
         digest: the array's digest, 16 bytes.
-        blob: the name of the blob with the array's elements, among the blobs of the trace.
+        blob: the name of the blob with the array's elements, among the blobs of the trace; or that of a vector.
         name: the name of the save or the variable that contains the array, for error messages.
     """
 
@@ -156,3 +162,8 @@ def encode_ref(ref: ArrayRef) -> Any:
     """A reference's msgpack extension."""
     fields = (ref.dtype, ref.shape, ref.digest, ref.blob, ref.name)
     return msgspec.msgpack.Ext(REF, msgspec.msgpack.encode(fields))
+
+
+def is_vector(ref: ArrayRef) -> bool:
+    """Whether a reference is to a vector, whose name has the digest of its content."""
+    return ref.blob == VECTOR + ref.digest.hex()

@@ -312,7 +312,7 @@ class Intake:
         model, engine = self._info.model, self._info.engine
         try:
             with scope:
-                async with self._services.inputs.of(submission):
+                async with self._services.inputs.of(submission), self._services.vectors.of(submission.interventions):
                     await run.run()
         except Rejection as rejection:
             status, problem = "rejected", rejection.failure

@@ -47,6 +47,7 @@ from .settings import Settings
 from .standing_edits import StandingEdits
 from .trace_run import RunServices
 from .validation import Validator
+from .vector_files import VectorFiles
 
 __all__ = ["Adapter", "Settings"]
 
@@ -101,6 +102,7 @@ class Adapter:
             names=itertools.count(),
             blobs=bus.blobs,
             inputs=Inputs(bus.blobs, engine.inputs, engine.carrier),
+            vectors=VectorFiles(bus.vectors, engine.inputs, engine.carrier),
             steering=self._steering,
             retention=self._retention,
             bulk=self._bulk,

@@ -20,13 +20,14 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
-from tracewire_bus.domain.intervention_checks import DeclarationError, check, normalize
+from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check, normalize
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
 from .digests import split_by_edit
@@ -202,6 +203,9 @@ class StandingEdits:
         if edit.block is not None:
             await self._check_block(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(_encoder.encode(edit.block)), edit.on_error == "fail")
+        for index, name, value in array_fields(edit.interventions):
+            if isinstance(value, ArrayRef):
+                raise Rejection(f"interventions[{index}].{name}", "expected an array: an edit has no references")
         placed = place(edit.interventions, self._tree, self._info.hidden_size, {})
         return RunnableEdit(
             name=edit.name,

@@ -60,6 +60,7 @@ from .trace_end import TraceEnd
 from .trace_lag import RequestPause, TraceLag
 from .trace_stream import UNNUMBERED, RawAccepted, RawFinal, TraceStream
 from .validation import Blocks
+from .vector_files import VectorFiles
 
 if TYPE_CHECKING:
     from .trace_spans import AttemptSpan, TraceSpans
@@ -87,6 +88,7 @@ class RunServices:
     names: Iterator[int]
     blobs: Blobs
     inputs: Inputs
+    vectors: VectorFiles
     steering: Steering
     retention: Retention
     bulk: BulkWriter | None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tracewire_bus.wire.refs import ArrayRef
 
-__all__ = ["InputFolder", "input_path"]
+__all__ = ["InputFolder", "input_path", "vector_path"]
 
 
 class InputFolder(Protocol):
@@ -21,3 +21,8 @@ class InputFolder(Protocol):
 def input_path(folder: InputFolder, ref: ArrayRef) -> Path:
     """The file in `folder` that holds the elements of an array."""
     return folder / f"input-{ref.digest.hex()}"
+
+
+def vector_path(folder: InputFolder, ref: ArrayRef) -> Path:
+    """The file in `folder` that holds the elements of a vector of declared interventions."""
+    return folder / ref.blob

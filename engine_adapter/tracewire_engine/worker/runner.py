@@ -112,6 +112,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         model.__dict__["_tracewire_sums"] = sums = takes_residual(decoder)
         self.tracewire_norm = find_norm(module, layers)
         self.tracewire_declared = DeclaredRequests(self.device, sums=sums)
+        self.tracewire_declared.decoded.vectors.folder = self.tracewire_inputs
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments

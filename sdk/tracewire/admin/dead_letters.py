@@ -13,9 +13,11 @@ from tracewire.error_mapping import bus_errors, refusals
 from tracewire.errors import TraceRejected, UnknownDeadLetter, ValueMissing
 from tracewire.traces.large import offload_large_arrays
 from tracewire.traces.model import Model, model_name
+from tracewire_bus.domain.intervention_checks import array_fields, normalize
 from tracewire_bus.store.blobs import BlobMissing
+from tracewire_bus.store.vectors import VectorMissing
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
-from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, Submission
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, Declared, Submission
 from tracewire_bus.wire.packing import pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -70,7 +72,7 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
 
     Raises:
         TraceRejected: the submission cannot be read.
-        ValueMissing: a large variable of it has expired.
+        ValueMissing: a large variable of it, or an array of its interventions, has expired.
     """
     if letter.submission is None:
         raise TraceRejected("submission", f"dead letter {letter.id} cannot be read: {letter.problem}")
@@ -94,8 +96,26 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
         )
         for invoke in submission.invokes
     ]
-    submission = msgspec.structs.replace(submission, block=await loaded(submission.block), invokes=invokes)
+    submission = msgspec.structs.replace(
+        submission,
+        block=await loaded(submission.block),
+        invokes=invokes,
+        interventions=await _with_arrays(letter.trace_id, submission.interventions, bus),
+    )
     return await offload_large_arrays(submission, bus)
+
+
+async def _with_arrays(trace_id: str, interventions: Sequence[Declared], bus: Bus) -> list[Declared]:
+    """Encoded interventions with arrays in place of references to vectors."""
+    found = list(interventions)
+    for index, name, value in array_fields(interventions):
+        if isinstance(value, ArrayRef):
+            try:
+                array = await bus.vectors.fetch(value)
+            except VectorMissing as error:
+                raise ValueMissing(trace_id, f"interventions[{index}].{name}", str(error)) from error
+            found[index] = msgspec.structs.replace(found[index], **{name: array})
+    return normalize(found)
 
 
 async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
@@ -189,7 +209,7 @@ class DeadLetters:
         Raises:
             UnknownDeadLetter: there is no such dead letter.
             TraceRejected: the submission cannot be read.
-            ValueMissing: a large variable of it has expired.
+            ValueMissing: a large variable of it, or an array of its interventions, has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
             BusFull: Redis has too little memory left.

@@ -46,9 +46,15 @@ async def _show(options: argparse.Namespace) -> int:
         letter = await client.dead_letters.get(options.ids[0])
     shown = {name: getattr(letter, name) for name in ("id", "model", "trace_id", "reason", "problem")}
     shown["time"] = timestamp(letter.time)
-    shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,))
+    shown["submission"] = msgspec.to_builtins(letter.submission, builtin_types=(bytes,), enc_hook=_brief)
     print(json.dumps(shown, ensure_ascii=False, indent=2, default=_json_fallback))
     return 0
+
+
+def _brief(value: Any) -> str:
+    """An array, or a reference to one, by type and size."""
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"<{value.dtype} {list(shape)}>"
 
 
 def _json_fallback(value: Any) -> str:

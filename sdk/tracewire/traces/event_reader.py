@@ -18,9 +18,11 @@ from tracewire_bus.bulk.reader import BulkMissing
 from tracewire_bus.bus import BusError, BusUnavailable, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
+from tracewire_bus.store.vectors import MISSING
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_range
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
+from tracewire_bus.wire.messages import Final
 
 from .large import LargeValues
 from .output import AnyEvent, Event, Gap, Output, Saving, Shared
@@ -41,6 +43,7 @@ class EventReader:
         """`saves` is whether the caller reads the saves of events, so that the reader fetches those in bulk stores."""
         self.trace_id = trace_id
         self._bulk = bus.bulk
+        self._vectors = bus.vectors
         self._saves = saves
         #: An entry that was read and not returned yet: the call that read it was cancelled.
         self._unreturned: Entry | None = None
@@ -132,6 +135,9 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
+        if isinstance(event, Final) and event.error is not None and event.error.type == MISSING:
+            # The next trace that has the vector stores it again.
+            self._vectors.forget()
         if isinstance(event, Saving):
             # The saves are decoded when a caller asks for them.
             event.__dict__["_loader"] = self._large.load

@@ -32,6 +32,7 @@ from .large import offload_large_arrays
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Item, Waiting
 from .state import Result, State
+from .vectors import ReferredArrays
 
 if TYPE_CHECKING:
     from .session import Session
@@ -160,10 +161,13 @@ class Trace(EventStream[Item]):
                 submission = msgspec.structs.replace(submission, lease=await presence.lease())
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
-        check_submission(submission, model)
+        arrays = ReferredArrays(submission, bus.vectors, model.engines)
+        check_submission(msgspec.structs.replace(submission, interventions=arrays.interventions), model)
         with refusals(self.model, self.id):
+            arrays.check()
             whole = submission
             submission = self._submission = await offload_large_arrays(submission, bus)
+            submission = msgspec.structs.replace(submission, interventions=await arrays.store())
             try:
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             except anyio.get_cancelled_exc_class():

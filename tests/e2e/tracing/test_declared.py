@@ -58,6 +58,36 @@ def reads(model, tracer, live, v, w, b):
         layers.append(torch.stack([model.residual(i).output[-1].float() @ v for i in (3, 4, 5)]))
 
 
+async def test_large_arrays_by_reference_are_the_same_as_by_value(
+    client: Client, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stored once for all traces."""
+    wide = RNG.standard_normal((64, HIDDEN)).astype(np.float32)
+    declared = [
+        Ablate("residual(1)", RNG.standard_normal((6, HIDDEN)).astype(np.float32), keep=0.25),
+        Probe("p", "residual(2)", weight=wide, bias=wide[:, 0]),
+        Probe("q", "residual(3)", weight=wide),
+        StopWhen("q", below=-1e9, output=63),
+    ]
+    bus = client._session.open_bus()
+
+    async def stored() -> set[bytes]:
+        return set(await bus.command("KEYS", bus.keys.vector("*")))
+
+    before = await stored()
+    with monkeypatch.context() as patch:
+        patch.setattr("tracewire.traces.vectors.VECTOR_BYTES", 2**30)
+        by_value = await run(client, model, interventions=declared)
+    assert await stored() == before
+    for _ in range(2):
+        by_reference = await run(client, model, interventions=declared)
+        assert len(await stored() - before) == 2
+        assert by_reference.token_ids == by_value.token_ids
+        assert set(by_reference.saves) == {"p", "q"}
+        for name, items in by_value.saves.items():
+            close(by_reference.saves[name], items, 1e-5)
+
+
 async def test_reads_are_what_a_block_reads(client: Client, model: Model) -> None:
     block = await run(client, model, reads(v=V, w=W, b=B))
     result = await run(

@@ -281,7 +281,7 @@ class ReadGroup(Group):
                     values = values.sigmoid()
                 elif one.activation == "softmax":
                     values = values.softmax(-1)
-                if np.ndim(one.weight) == 1:
+                if len(one.weight.shape) == 1:
                     values = values.squeeze(-1)
             elif one.reduce == "norm":
                 values = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)

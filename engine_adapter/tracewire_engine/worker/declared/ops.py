@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
 import torch
 
 from tracewire_bus.domain.intervention_checks import live_name, substitute_live
+from tracewire_bus.wire.arrays import array_from_raw
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder
+from tracewire_bus.wire.refs import ArrayRef
+from tracewire_engine.protocol.input_files import InputFolder, vector_path
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.topology import Topology
@@ -30,21 +34,35 @@ REMEMBERED, LONG = 64, 128 * 1024
 
 
 class VectorCache:
-    """Vectors on the device, float32, by the digest of their source: equal vectors are there once."""
+    """Vectors on the device, float32, by the digest of their source: equal vectors are there once.
+
+    A reference stands for the vector in the file that it names in `folder` (`vector_files.py` in the adapter).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.folder: InputFolder = Path()
         self._vectors: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self._bytes = 0
 
     def get(
         self, purpose: str, value: Any, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
     ) -> torch.Tensor:
-        """`make(value)` on the device. `purpose` names what `make` does, and is part of the key."""
-        array = np.ascontiguousarray(value)
-        key = purpose, digest_bytes(repr((array.dtype.name, array.shape)).encode() + array.tobytes())
+        """`make(value)` on the device. `purpose` names what `make` does, and is part of the key.
+
+        Raises:
+            OSError: `value` refers to a vector whose file is not there.
+        """
+        array: np.ndarray[Any, Any] | None = None
+        if isinstance(value, ArrayRef):
+            key = purpose, value.blob.encode()
+        else:
+            array = np.ascontiguousarray(value)
+            key = purpose, digest_bytes(repr((array.dtype.name, array.shape)).encode() + array.tobytes())
         found = self._vectors.get(key)
         if found is None:
+            if array is None:
+                array = array_from_raw(value.dtype, value.shape, vector_path(self.folder, value).read_bytes())
             made = np.array(make(array.astype(np.float32)), dtype=np.float32)
             found = self._vectors[key] = to_tensors(made, self.device)
             self._bytes += found.nbytes
@@ -116,9 +134,9 @@ class Op:
             key = (one.activation, one.reduce)
             if one.weight is not None:
                 self.matrix = vectors.get("rows", one.weight, np.atleast_2d)
-                key += (tuple(np.shape(one.weight)), one.bias is not None)
+                key += (tuple(one.weight.shape), one.bias is not None)
             if one.bias is not None:
-                self.bias = vectors.get("bias", np.asarray(one.bias), lambda bias: bias.reshape(-1))
+                self.bias = vectors.get("bias", one.bias, lambda bias: bias.reshape(-1))
         elif isinstance(one, LogitLens):
             key = (one.top_k,)
         elif isinstance(one, Steer):

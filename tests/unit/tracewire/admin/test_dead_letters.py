@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import tracewire
-from tests.support.bus_engine import BusEngine, Stage, tiny
-from tests.support.dead_letters import dead, with_direction
+from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
+from tests.support.dead_letters import dead, given_up, with_direction
 from tests.support.scripted_engine import acts
-from tracewire import Client, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing
+from tracewire import Client, Steer, TraceRejected, UnknownDeadLetter, UnknownModel, ValueMissing
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 from tracewire_bus.store.queue_entries import Taken
+from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -91,6 +92,36 @@ async def test_large_variables_come_along(client: Client, bus: Bus, redis_url: s
         with anyio.fail_after(PATIENCE):
             assert [event async for event in client.subscribe(new)]
     assert np.array_equal(found[0], direction)
+
+
+async def test_arrays_of_interventions_come_along(client: Client, bus: Bus, redis_url: str, prefix: str) -> None:
+    vector, described = np.arange(2048, dtype=np.float32), {"hidden_size": 2048, "schema": schema_text()}
+    await bus.registry.register(engine_info(**described), 600)  # type: ignore[arg-type]
+    trace = client.trace("tiny", "hello", interventions=[tracewire.Ablate("residual(0)"), Steer("residual(1)", vector)])
+    await trace.start()
+    id_ = await given_up(bus, trace.id)
+    await trace.aclose()
+    found = []
+
+    async def script(stage: Stage) -> None:
+        found.extend(stage.submission.interventions)
+        await tiny(stage)
+
+    (letter,) = await client.dead_letters.list()
+    assert letter.submission is not None
+    ref = letter.submission.interventions[1].vector  # type: ignore[union-attr]
+    assert isinstance(ref, ArrayRef)
+    async with BusEngine.running(redis_url, prefix, script, engine_info(engine="next", **described)):  # type: ignore[arg-type]
+        key = bus.keys.vector(ref.blob)
+        stored = await bus.command("DUMP", key)
+        await bus.command("DEL", key)
+        with pytest.raises(ValueMissing, match=r"interventions\[1\]\.vector"):
+            await client.dead_letters.resubmit(id_)
+        await bus.command("RESTORE", key, 0, stored)
+        new = await client.dead_letters.resubmit(id_)
+        with anyio.fail_after(PATIENCE):
+            assert [event async for event in client.subscribe(new)]
+    assert np.array_equal(found[1].vector, vector)
 
 
 async def test_what_cannot_be_read_is_shown_and_not_submitted(client: Client, bus: Bus) -> None:

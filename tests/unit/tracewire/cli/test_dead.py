@@ -7,14 +7,16 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 
-from tests.support.bus_engine import BusEngine, tiny
-from tests.support.dead_letters import dead
+from tests.support.bus_engine import BusEngine, engine_info, tiny
+from tests.support.dead_letters import dead, given_up
 from tests.support.scripted_engine import acts
-from tracewire import Client
+from tracewire import Ablate, Client, Steer
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
+from tracewire_bus.wire.codec import schema_text
 
 PATIENCE = 30
 
@@ -49,3 +51,20 @@ async def test_the_command(
     assert "no dead letter" in capsys.readouterr().err
     assert await command("dead", "show", other) == 1
     assert await client.dead_letters.list() == []
+
+
+async def test_arrays_and_references_to_arrays_are_shown_by_type_and_size(
+    client: Client, bus: Bus, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await bus.registry.register(engine_info(hidden_size=2048, schema=schema_text()), 600)
+    vector = np.arange(2048, dtype=np.float32)
+    wide = Ablate("model.layers.1.mlp", np.ones((2, 8)))
+    trace = client.trace("tiny", "hello", interventions=[Steer("residual(1)", vector), wide])
+    await trace.start()
+    id_ = await given_up(bus, trace.id)
+    await trace.aclose()
+    arguments = ["dead", "show", id_, "--url", redis_url, "--prefix", prefix]
+    assert await anyio.to_thread.run_sync(cli.main, arguments) == 0
+    steer, ablate = json.loads(capsys.readouterr().out)["submission"]["interventions"]
+    assert steer == {"do": "steer", "at": "residual(1)", "vector": "<float32 [2048]>"}
+    assert ablate["direction"] == "<float64 [2, 8]>"

@@ -16,8 +16,10 @@ from tests.support.bus_engine import Stage, tiny
 from tests.support.gateways import Served
 from tracewire import Clamp, Client, Live, Probe, Steer, StopWhen
 from tracewire_bus.domain.intervention_checks import normalize
+from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import Set, Submission
 from tracewire_bus.wire.packing import unpack, wire
+from tracewire_bus.wire.refs import ArrayRef
 
 Engine = Callable[..., Any]
 
@@ -118,6 +120,28 @@ async def test_a_block_is_checked_like_one_of_the_sdk(engine: Engine, served: Se
         with pytest.raises(openai.BadRequestError, match=r"live\.alpha"):
             block = {"source": "x = live.alpha\n"}
             await api.completions.create(model="tiny", prompt="x", extra_body={"tracewire": {"block": block}})
+
+
+async def test_large_vectors_of_all_callers_are_stored_once_and_errors_name_the_field(
+    engine: Engine, served: Served, client: Client
+) -> None:
+    vector = np.linspace(-1, 1, 2048, dtype=np.float32)
+
+    def steering(given: np.ndarray[Any, Any]) -> dict[str, Any]:
+        steer = {"do": "steer", "at": "residual(1)", "vector": encoded(given)}
+        return {"tracewire": {"interventions": [{"do": "ablate", "at": "residual(0)"}, steer]}}
+
+    async with engine(tiny, hidden_size=2048, schema=schema_text()) as scripted, served.openai() as api:
+        for _ in range(2):
+            await api.completions.create(model="tiny", prompt="x", extra_body=steering(vector))
+        references = [taken.interventions[1].vector for taken in scripted.taken]
+        assert all(isinstance(ref, ArrayRef) for ref in references)
+        assert references[0].blob == references[1].blob
+        assert np.array_equal(await client._session.open_bus().vectors.fetch(references[0]), vector)
+        for wrong in (np.full(2048, np.nan), np.ones(2049)):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await api.completions.create(model="tiny", prompt="x", extra_body=steering(wrong))
+            assert caught.value.param == "tracewire.interventions[1].vector"
 
 
 LARGE = np.arange(100_000, dtype=np.float32)

@@ -6,12 +6,14 @@ import random
 import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tracewire_bus.domain.intervention_checks import (
     DeclarationError,
     check,
+    check_content,
     check_encoded,
     decode_interventions,
     find_sites,
@@ -19,6 +21,8 @@ from tracewire_bus.domain.intervention_checks import (
     substitute_live,
 )
 from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.store.vectors import reference_to
+from tracewire_bus.wire.arrays import decode_array
 from tracewire_bus.wire.codec import decode_submission, encode
 from tracewire_bus.wire.messages import (
     Ablate,
@@ -33,6 +37,7 @@ from tracewire_bus.wire.messages import (
     Submission,
 )
 from tracewire_bus.wire.packing import pack
+from tracewire_bus.wire.refs import ArrayRef, encode_ref
 
 HIDDEN = 8
 
@@ -159,6 +164,77 @@ def test_stop_conditions_need_a_number_each_step(probe: Probe, stop: StopWhen, f
     with pytest.raises(DeclarationError) as raised:
         checked(probe, stop)
     assert raised.value.field == f"interventions[1].{field}"
+
+
+def checked_by_reference(*interventions: Any, live: dict[str, Any]) -> None:
+    """As clients and engines check interventions whose arrays are references: the contents apart."""
+    plain, contents = [], []
+    for index, one in enumerate(normalize(interventions)):
+        refs = {}
+        for name in one.__struct_fields__:
+            value = getattr(one, name)
+            if isinstance(value, msgspec.msgpack.Ext):
+                payload = bytes(value.data)
+                refs[name] = encode_ref(reference_to(payload))
+                contents.append((decode_array(memoryview(payload)), f"interventions[{index}].{name}"))
+        plain.append(msgspec.structs.replace(one, **refs))
+    check(decode_interventions(plain), tree(), hidden_size=HIDDEN, live=live)
+    for array, field in contents:
+        check_content(array, field)
+
+
+WRONG = [
+    np.full(HIDDEN, np.nan),
+    np.full(HIDDEN, np.inf),
+    np.ones((2, 2, HIDDEN)),
+    np.ones(HIDDEN - 1),
+    np.ones(0),
+    1.0,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=["nan", "infinite", "cube", "narrow", "empty", "number"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda wrong: Steer("residual(0)", wrong),
+        lambda wrong: Clamp("residual(0)", wrong, min=0.0),
+        lambda wrong: Ablate("residual(0)", wrong),
+        lambda wrong: Probe("q", "residual(0)", weight=wrong),
+        lambda wrong: Probe("q", "residual(0)", weight=np.ones((3, HIDDEN)), bias=wrong),
+    ],
+    ids=["steer", "clamp", "ablate", "weight", "bias"],
+)
+def test_by_reference_the_same_is_refused_with_the_same_words(make: Any, wrong: Any) -> None:
+    good, one = Probe("p", "residual(0)", weight=V), make(wrong)
+    outcomes = []
+    for checks in (checked, checked_by_reference):
+        try:
+            checks(good, one, live={})
+            outcomes.append(None)
+        except DeclarationError as error:
+            outcomes.append((error.field, error.message))
+    assert outcomes[0] == outcomes[1]
+    # A number is a bias of a probe, too.
+    assert outcomes[0] is not None or (isinstance(one, Probe) and wrong == 1.0)
+
+
+def test_by_reference_what_fits_is_accepted() -> None:
+    checked_by_reference(
+        Probe("p", "residual(0)", weight=np.ones((3, HIDDEN)), bias=np.ones(3)),
+        Steer("residual(1)", V, scale=Live("scale")),
+        Ablate("residual(2)", np.ones((2, HIDDEN))),
+        Clamp("residual(2)", V, max=1.0),
+        StopWhen("p", above=1.0, output=2),
+        live={"scale": 1.0},
+    )
+
+
+def test_a_reference_to_the_blob_of_a_trace_is_refused() -> None:
+    for blob in ("ab12", "vector-ab12", f"vector-{bytes(16).hex()}/../x"):
+        with pytest.raises(DeclarationError, match="load it first") as caught:
+            checked(Steer("residual(0)", ArrayRef("float32", (HIDDEN,), bytes(16), blob)))
+        assert caught.value.field == "interventions[0].vector"
 
 
 def test_a_name_is_saved_once_and_lists_are_bounded() -> None:

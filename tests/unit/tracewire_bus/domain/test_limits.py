@@ -9,13 +9,18 @@ import pytest
 
 from tracewire_bus.domain import limits
 from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
-from tracewire_bus.wire.messages import Block, Helper, Invoke, Submission
+from tracewire_bus.wire.messages import Ablate, Block, Helper, Invoke, Probe, Steer, Submission
+from tracewire_bus.wire.refs import ArrayRef
 
 _PROMPT = Invoke(prompt="hello")
 
 
 def _block(**fields: Any) -> Block:
     return Block(**{"name": "watch", "source": "pass", **fields})
+
+
+def _vector(nbytes: int) -> ArrayRef:
+    return ArrayRef("float32", (nbytes // 4,), bytes(16), f"vector-{bytes(16).hex()}")
 
 
 #: What of a submission is as much as it may be, what is too much, and the field at fault.
@@ -40,6 +45,15 @@ MOST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"invokes": [Invoke(prompt="a", edits=["e"] * limits.MAX_EDITS)]},
         {"invokes": [Invoke(prompt="a", edits=["e"] * (limits.MAX_EDITS + 1))]},
         "edits",
+    ),
+    "arrays that its interventions refer to": (
+        {
+            "interventions": [
+                Probe("p", "at", weight=_vector(limits.MAX_BYTES // 2), bias=_vector(limits.MAX_BYTES // 2))
+            ]
+        },
+        {"interventions": [Steer("at", _vector(limits.MAX_BYTES // 2)), Ablate("at", _vector(limits.MAX_BYTES))]},
+        "interventions",
     ),
     "a deadline": ({"deadline_s": 0.0}, {"deadline_s": -1.0}, "deadline"),
     "a deadline without an end": ({"deadline_s": 1e9}, {"deadline_s": float("inf")}, "deadline"),

@@ -18,6 +18,7 @@ from tests.support.bus_engine import engine_info
 from tests.support.redis.certificates import Certificates, behind_tls, named_by_tls
 from tests.support.redis.servers import BINARIES, Cluster, running_servers
 from tests.support.redis.transports import end_to_end
+from tests.support.vectors import encoded
 from tracewire import ConnectError
 from tracewire_bus.bulk.stores import StorePlace
 from tracewire_bus.bus import Bus, BusError, NotAllowed
@@ -144,6 +145,7 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             Bus.open(url("controller")) as controller,
             Bus.open(url("engine")) as engine,
             Bus.open(url("consumer")) as consumer,
+            Bus.open(url("editor")) as editor,
         ):
             # What a client and an engine do besides.
             await controller.leases.renew("lease", 5)
@@ -152,6 +154,12 @@ async def test_each_role_can_do_its_part(version: str) -> None:
             array = np.arange(300_000, dtype=np.float32)
             ref = await controller.blobs.store("large", array)
             assert np.array_equal(await consumer.blobs.load("large", ref), array)
+            ref, payload = encoded(array)
+            await controller.vectors.store({ref: payload})
+            assert np.array_equal(await engine.vectors.fetch(ref), array)
+            for other in (consumer, editor):
+                with pytest.raises(NotAllowed):
+                    await other.vectors.store({ref: payload})
             place = StorePlace("/dev/shm/x")
             await engine.bulk.stores.register("s", place)
             assert await consumer.bulk.stores.find("s") == await controller.bulk.stores.find("s") == place

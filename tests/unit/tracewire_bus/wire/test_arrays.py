@@ -11,7 +11,7 @@ import torch
 
 from tests.support.equality import equal
 from tests.support.values import dtype_of
-from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.arrays import array_of, array_payload, extra_dtypes, payload_parts, raw_bytes
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.packing import pack, unpack
@@ -122,3 +122,11 @@ def test_array_of_refuses_what_is_no_array() -> None:
     assert not is_array([1])
     with pytest.raises(Unsavable, match="list"):
         array_of([1])
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 300)])
+def test_a_payload_is_taken_apart_again(name: str, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, extra_dtypes().get(name) or np.dtype(name))
+    dtype, found, raw = payload_parts(array_payload(name, shape, raw_bytes(array)))
+    assert (dtype, found, bytes(raw)) == (name, shape, array.tobytes())

@@ -10,8 +10,11 @@ import pytest
 from tests.support.served import counted, runs, served
 from tests.support.standing_edits import raised, standing, told, went_well
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.store.edits import Edits, EditSet
 from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.wire.messages import Edit, Steer
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter import standing_edits as module
 from tracewire_engine.adapter.engine_api import Rejection
 
@@ -130,3 +133,13 @@ async def test_failures_of_each_edit_are_counted_for_the_registry(bus: Bus) -> N
     # Of an edit that was removed nothing is left.
     await edits.take(EditSet(info.edits + 1, ()))
     assert info.edit_failures == {}
+
+
+async def test_an_edit_with_a_reference_in_place_of_an_array_does_not_run(bus: Bus) -> None:
+    """Nobody would fetch it for the workers."""
+    edits = await standing(bus)
+    (steer,) = normalize([Steer("residual(0)", ArrayRef("float32", (8,), bytes(16), f"vector-{bytes(16).hex()}"))])
+    await bus.edits.install("tiny", Edit(name="a", interventions=[steer]))
+    await edits.refresh()
+    with pytest.raises(Rejection, match=r"interventions\[0\]\.vector: expected an array"):
+        edits.choose(["a"])

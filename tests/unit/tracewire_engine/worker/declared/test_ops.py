@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import ml_dtypes
 import msgspec
 import numpy as np
+import pytest
 import torch
 
+from tests.support.vectors import by_reference
 from tracewire_bus.domain.intervention_checks import normalize
-from tracewire_bus.wire.messages import Declared, Live, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, Probe, Steer
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.declared.ops import Declaration
@@ -48,3 +53,53 @@ def test_what_requests_bring_alike_is_decoded_once_but_for_what_is_live() -> Non
     assert not alike.update_live(known.vectors)
     assert first.update_live(known.vectors)
     assert (first.ops[0].numbers, second.ops[0].numbers) == ((7.0,), (1.0,))
+
+
+REFERRED: list[Declared] = [
+    Steer("", np.linspace(-1, 2, 8), scale=0.5),
+    Clamp("", np.linspace(-1, 2, 8, dtype=np.float16), min=0.0),
+    Ablate("", np.eye(8, dtype=np.float32)[:3] + 1, keep=0.5),
+    Probe("p", "", weight=np.arange(8), bias=0.5),
+    Probe("p", "", weight=np.ones((3, 8), np.float32), bias=np.arange(3), activation="softmax"),
+    Probe("p", "", weight=np.ones((3, 8)).astype(ml_dtypes.bfloat16)),
+]
+
+
+@pytest.mark.parametrize("one", REFERRED, ids=lambda one: type(one).__name__)
+def test_a_reference_is_the_array_bit_for_bit(tmp_path: Path, one: Declared) -> None:
+    known = DeclaredRequests(torch.device("cpu")).decoded
+    known.vectors.folder = tmp_path
+    (plain,) = normalize([one])
+    referred = by_reference(plain, tmp_path)
+    assert list(tmp_path.iterdir())
+    by_value, by_name = (
+        Declaration("r", 0, msgspec.msgpack.encode([Placed(of, [("layer.0.output", True)])]), LiveRun(""), known).ops[0]
+        for of in (plain, referred)
+    )
+    assert by_name.key == by_value.key
+    assert by_name.numbers == by_value.numbers
+    for name in ("matrix", "bias"):
+        mine, other = getattr(by_name, name), getattr(by_value, name)
+        assert (mine is None) == (other is None)
+        assert mine is None or torch.equal(mine, other)
+
+
+def test_a_reference_is_read_once_and_a_missing_file_ends_its_request_only(tmp_path: Path) -> None:
+    known = DeclaredRequests(torch.device("cpu")).decoded
+    known.vectors.folder = tmp_path
+
+    def declare(value: float, at: str = "layer.0.output") -> Declaration:
+        (plain,) = normalize([Steer("", np.full(8, value, np.float32))])
+        referred = by_reference(plain, tmp_path)
+        if value < 0:
+            for path in tmp_path.iterdir():
+                path.unlink()
+        encoded = msgspec.msgpack.encode([Placed(referred, [(at, True)])])
+        return Declaration("r", 0, encoded, LiveRun(""), known)
+
+    first = declare(1.0)
+    with pytest.raises(FileNotFoundError):
+        declare(-1.0)
+    assert not list(tmp_path.iterdir())
+    second = declare(1.0, "layer.1.output")
+    assert second.ops[0].matrix is first.ops[0].matrix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ from tracewire_engine.worker.declared.plan import DeclaredRequests
 @pytest.mark.parametrize("seed", range(30))
 def test_plans_are_what_a_loop_over_requests_gives(seed: int) -> None:
     play(seed, DeclaredRequests(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_are_the_same_where_interventions_refer_to_their_arrays(seed: int, tmp_path: Path) -> None:
+    declared = DeclaredRequests(torch.device("cpu"))
+    declared.decoded.vectors.folder = tmp_path
+    play(seed, declared, tmp_path)
+    assert list(tmp_path.iterdir())
 
 
 def test_the_same_batch_again_costs_no_new_plan() -> None:
