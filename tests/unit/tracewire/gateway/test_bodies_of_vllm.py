@@ -42,7 +42,7 @@ def theirs(ours: type[BaseModel]) -> type[BaseModel]:
 
 def unserved(ours: type[BaseModel]) -> set[str]:
     """The fields that are refused unless they ask for nothing."""
-    (refusal,) = get_args(NotServed)[1:]
+    refusal = get_args(NotServed)[1]
     return {name for name, field in ours.model_fields.items() if refusal in field.metadata}
 
 
