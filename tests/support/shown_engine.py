@@ -131,7 +131,7 @@ class ShownEngine(ScriptedEngine):
     async def prepare(self, submission: Submission, index: int, *rest: Any, **more: Any) -> Prepared:
         """As the base does."""
         prepared = await super().prepare(submission, index, *rest, **more)
-        run = prepared.params[-1]
+        _, _, _, run, *_ = prepared.params
         value = unpack_live(submission.live).get("alpha")
         self._alpha.setdefault(run, 0.0 if value is None else float(value.value))
         return prepared

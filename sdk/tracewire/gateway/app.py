@@ -25,6 +25,7 @@ from .documents import COMMON, OPENAI_COMMON, completed
 from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
+from .many_traces import DESCRIPTION
 from .many_traces import router as many_traces
 from .openai_routes import router as openai
 from .operations import router as operations
@@ -96,6 +97,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
         title="Tracewire",
         version=version("tracewire"),
         summary="Run, follow and steer generations of the models that Tracewire's engines serve.",
+        description=DESCRIPTION,
         lifespan=lifespan,
         middleware=middleware,
         docs_url=None,

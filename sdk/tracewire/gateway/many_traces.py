@@ -37,9 +37,12 @@ from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import Source
 from .trace_routes import Content, feed_json, resume_point
 
-__all__ = ["MOST_STREAMS", "router"]
+__all__ = ["DESCRIPTION", "MOST_STREAMS", "router"]
 
 router = APIRouter(tags=["traces"])
+
+#: What the API's document says of the socket, since WebSockets are no operations there.
+DESCRIPTION = __doc__ or ""
 
 _GOING_AWAY, _POLICY = 1001, 1008
 #: How many streams one WebSocket may have open.

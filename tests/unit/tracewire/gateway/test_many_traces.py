@@ -210,3 +210,5 @@ async def test_a_plain_request_is_told_what_is_expected(served: Served) -> None:
     async with served.http() as http:
         answer: httpx.Response = await http.get("/ws")
         assert (answer.status_code, answer.headers["Upgrade"]) == (426, "websocket")
+        document = (await http.get("/openapi.json")).json()
+    assert '"do": "follow"' in document["info"]["description"]
