@@ -41,8 +41,19 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import encode, schema_text
-from tracewire_bus.wire.messages import Append, Block, DecodedOutput, Edit, Final, Helper, Invoke, Set, Submission
+from tracewire_bus.wire.messages import (
+    Append,
+    Block,
+    DecodedOutput,
+    Edit,
+    Final,
+    Helper,
+    Invoke,
+    Set,
+    Submission,
+)
 from tracewire_bus.wire.packing import pack, wire
+from tracewire_bus.wire.refs import VECTOR, ArrayRef, encode_ref
 from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.launch.cli import settle_memory
@@ -275,6 +286,11 @@ class Mutator:
         def source(text: str) -> bytes:
             return submission(block={"name": "b", "source": text})
 
+        def steers(*shape: int) -> list[dict[str, Any]]:
+            # Nobody has stored it.
+            ref = ArrayRef("float32", shape, bytes(16), VECTOR + bytes(16).hex())
+            return [{"do": "steer", "at": "model.layers.1.mlp", "vector": encode_ref(ref)}]
+
         steer = {"do": "steer", "at": "model.layers.*." + "*" * 60 + "#", "vector": 1.0}
         return self.chosen.choice(
             [
@@ -285,6 +301,8 @@ class Mutator:
                 lambda: submission(shared=_packed({"a": many(b"\x90", 29_000)})),
                 lambda: submission(interventions=[steer] * 64),
                 lambda: submission(interventions=many(_packed(steer), 20_000)),
+                lambda: submission(interventions=steers(8)),
+                lambda: submission(interventions=steers(2**60)),
                 lambda: submission(context={"a": "x" * 40_000_000}),
                 lambda: source("(lambda:0)\n" * 9000),
                 lambda: source("class A:0\n" * 9900),

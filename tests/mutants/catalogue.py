@@ -52,6 +52,8 @@ _STEP_LINK = "tests/unit/tracewire_engine/link/test_step_link.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
 _VALIDATION = "tests/unit/tracewire_engine/adapter/test_validation.py"
+_VECTOR_FILES = "tests/unit/tracewire_engine/adapter/test_vector_files.py"
+_VECTORS = "tests/unit/tracewire_bus/store/test_vectors.py"
 _BATCHED_SERVING = "tests/unit/tracewire_engine/worker/blocks/test_batched_serving.py"
 _DECLARED_PLAN = "tests/unit/tracewire_engine/worker/declared/test_plan.py"
 _FINISHING = "tests/unit/tracewire_engine/worker/test_finishing.py"
@@ -576,7 +578,42 @@ MUTANTS = (
         "                    pass\n",
         _SERVICE_REDIS_LOSS + "::test_what_redis_forgot_before_an_engine_took_it_is_submitted_again",
     ),
+    _of(
+        f"{_BUS}/store/vectors.py",
+        "two-arrays-of-one-xxh3-are-taken-for-one",
+        "if found is None or found[0] != payload:",
+        "if found is None:",
+        _VECTORS + "::test_an_array_is_known_by_all_of_its_bytes",
+    ),
+    _of(
+        f"{_BUS}/store/vectors.py",
+        "a-vector-is-not-compared-with-its-name",
+        "if len(raw) != ref.nbytes or state.digest() != ref.digest:",
+        "if len(raw) != ref.nbytes:",
+        _VECTORS + "::test_another_dtype_or_shape_than_was_stored_is_told",
+    ),
+    _of(
+        f"{_BUS}/store/vectors.py",
+        "vectors-are-not-stored-again-when-redis-was-away",
+        "> max(anyio.current_time() - KNOWN_S, broken_at)",
+        "> anyio.current_time() - KNOWN_S",
+        _VECTORS + "::test_after_redis_was_away_it_is_stored_again",
+    ),
     # --- the adapter --------------------------------------------------------------------------------------------------
+    _of(
+        f"{_ENGINE}/adapter/vector_files.py",
+        "a-reference-of-another-shape-gets-the-file-of-a-vector",
+        "            elif file.content != (ref.dtype, ref.shape):",
+        "            elif False:",
+        _VECTOR_FILES + "::test_a_made_up_dtype_or_shape_does_not_reach_the_workers",
+    ),
+    _of(
+        f"{_ENGINE}/adapter/vector_files.py",
+        "a-file-in-use-may-be-removed",
+        "            if not file.users:",
+        "            if True:",
+        _VECTOR_FILES + "::test_files_are_kept_within_a_budget_and_none_in_use_is_removed",
+    ),
     _of(
         f"{_ENGINE}/adapter/pending.py",
         "two-deltas-change-places",

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
-from tracewire_bus.wire.arrays import array_of
+from tracewire_bus.wire.arrays import array_of, array_payload, encoded_array, raw_bytes
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
-from tracewire_bus.wire.packing import decoder, unpack, wire
+from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
 from .tree import ModuleTree
@@ -206,7 +206,7 @@ def _normalize_one(one: Any, field: str) -> Declared:
             try:
                 array = _vector(value, f"{field}.{name}")
                 # A NumPy or torch scalar is a number.
-                changed[name] = float(array) if not array.shape else wire(array)
+                changed[name] = float(array) if not array.shape else _encoded(array)
             except Unsavable as error:
                 raise DeclarationError(f"{field}.{name}", str(error)) from None
     plain: Declared = msgspec.structs.replace(one, **changed) if changed else one
@@ -223,6 +223,11 @@ def _normalize_one(one: Any, field: str) -> Declared:
         expected = _expected(get_type_hints(type(one))[name])
         raise DeclarationError(f"{field}.{name}", f"expected {expected}, got {getattr(one, name)!r}"[:200]) from None
     return plain
+
+
+def _encoded(array: np.ndarray[Any, Any]) -> Any:
+    """`wire(array)` for an array that `array_of` returned."""
+    return encoded_array(array_payload(array.dtype.name, array.shape, raw_bytes(array)))
 
 
 def _expected(kind: Any) -> str:

@@ -19,6 +19,7 @@ from tests.support.bus_engine import engine_info
 from tests.support.redis.servers import BINARIES, HOST, Cluster, Running, free_port, running_servers, slot_of
 from tests.support.redis.transports import end_to_end
 from tests.support.until import until
+from tests.support.vectors import encoded
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry, Fenced, NotAllowed
 from tracewire_bus.events.writer import Writer
 from tracewire_bus.store.lifecycle import lifecycle_fields
@@ -226,6 +227,11 @@ async def test_everything_on_a_cluster(cluster: Cluster, prefix: str) -> None:
         array = np.arange(700_000, dtype=np.float32)
         ref = await bus.blobs.store("t", array)
         assert np.array_equal(await bus.blobs.load("t", ref), array)
+        # In one call, on whichever nodes their keys are.
+        vectors = dict(encoded(array[: 5000 + number]) for number in range(8))
+        await bus.vectors.store(vectors)
+        for vector in vectors:
+            assert np.array_equal(await bus.vectors.fetch(vector), array[: vector.shape[0]])
 
 
 @pytest.mark.parametrize("how", ["at once", "key by key", "key by key, under new connections"])

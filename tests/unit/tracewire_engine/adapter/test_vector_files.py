@@ -135,6 +135,9 @@ async def test_files_are_kept_within_a_budget_and_none_in_use_is_removed(
         return {number for number, ref in enumerate(refs) if vector_path(tmp_path, ref).exists()}
 
     async with files.of(steers(refs[0])):
+        # Another trace that uses it ends.
+        async with files.of(steers(refs[0], refs[0])):
+            pass
         for number in (1, 2, 3):
             async with files.of(steers(refs[number])):
                 pass
