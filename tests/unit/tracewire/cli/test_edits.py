@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 
 import tracewire
@@ -89,3 +91,39 @@ async def test_a_layer_that_a_variable_names_is_looked_at(
         assert await anyio.to_thread.run_sync(cli.main, [*arguments, "--set", "layer=99"]) != 0
         assert "residual(99)" in capsys.readouterr().err
         assert [edit.name for edit in await edits.list()] == ["a"]
+
+
+async def test_declared_interventions_are_installed(
+    edits: Edits, redis_url: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--url", redis_url, "--prefix", prefix)
+    np.save(tmp_path / "direction.npy", np.ones(8))
+    steer = f"residual(1)@{tmp_path / 'direction.npy'}"
+    async with BusEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e1", **FOLLOWS)):
+        options = ("--steer", f"{steer}*-4", "--probe", "norm=residual(2),reduce=norm")
+        assert await command("edits", "install", "tiny", "calm", *options, *where) == 0
+        assert capsys.readouterr().out == "calm\t1\tall\tSteer, Probe\ton 1 engines\n"
+        edit = await edits.get("calm")
+        assert [type(one).__name__ for one in edit.interventions] == ["Steer", "Probe"]
+        assert edit.interventions[0].scale == -4.0  # type: ignore[union-attr]
+        assert edit.block is None
+        assert await command("edits", "list", "tiny", "--json", *where) == 0
+        (shown,) = json.loads(capsys.readouterr().out)
+        assert (shown["name"], shown["version"], shown["engines"]) == ("calm", 1, ["e1"])
+        assert shown["interventions"][1] == "Probe(name='norm', at='residual(2)', reduce='norm')"
+        file = tmp_path / "service.py"
+        file.write_text(
+            "import tracewire\n@tracewire.intervention\ndef watch(model, tracer, live):\n    x = [].save()\n"
+        )
+        assert await command("edits", "install", "tiny", "both", str(file), *options, "--json", *where) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["block"], len(shown["interventions"])) == ("watch", 2)
+        for words, says in (
+            ((), "nothing to install: give FILE.py::NAME, --steer, --probe or --lens"),
+            (("--set", "a=1", "--probe", "residual(0)"), "--set binds a variable of a block: name the file"),
+            (("--steer", f"{steer}*alpha"), "an edit has no live parameters"),
+        ):
+            assert await command("edits", "install", "tiny", "wrong", *words, *where) == 2
+            assert says in capsys.readouterr().err
+        assert await command("edits", "install", "tiny", "wrong", "--probe", "residual(99)", *where) == 1
+        assert "residual(99)" in capsys.readouterr().err

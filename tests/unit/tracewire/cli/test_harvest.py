@@ -107,14 +107,14 @@ async def test_a_block_of_a_file(command: Callable[..., Any], engine: Callable[.
     async with engine(reads) as serving:
         assert await command("--block", f"{file}:watch") == 0
         assert serving.taken[0].block.name == "watch"
-        for wrong in (f"{file}:other", str(file), f"{tmp_path / 'none.py'}:watch"):
+        for wrong in (f"{file}::other", str(tmp_path), f"{tmp_path / 'none.py'}:watch"):
             assert await command("--block", wrong) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing is read: give --read AT, --lens AT or --block FILE.py:NAME"),
+        ((), "nothing is read: give --read AT, --lens AT or --block FILE.py::NAME"),
         (("--read", "residual(0)", "--project", "none.npy"), "No such file"),
         (("--read", "residual(0)", "--every", "0"), "every: expected a positive integer"),
     ],
