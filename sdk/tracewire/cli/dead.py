@@ -32,7 +32,7 @@ def add_dead(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
             "list the dead letters, the oldest first",
             f"a list of objects: {', '.join(_COLUMNS)}",
         ),
-        ("show", _show, "print a dead letter as JSON", ""),
+        ("show", _show, "print a dead letter as JSON", "the same: a dead letter is printed as JSON anyway"),
         (
             "resubmit",
             _resubmit,

@@ -17,7 +17,7 @@ from tracewire.errors import ConnectError
 from tracewire.traces.served_models import ModelInfo
 
 from .commands import UsageError, add_command
-from .printing import no_engines, print_json, print_rows
+from .printing import no_engines, print_json, print_json_line, print_rows
 
 __all__ = ["add_engines", "names_of_host"]
 
@@ -55,6 +55,7 @@ def add_engines(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         help="have engines take no new traces, finish their own, and leave; waits for them",
         exits={1: "an error, or no engine has this name or runs on this host"},
         examples=("tracewire drain ENGINE --timeout 60",),
+        json="an object on a line for each step: engine, event (draining, left), running",
     )
     drain.add_argument("engines", metavar="ENGINE", nargs="*", help="an engine's name")
     _add_host(drain, "all engines of this machine or pod, or of HOST")
@@ -73,6 +74,7 @@ def add_engines(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         help="probe whether an engine is ready",
         exits={0: "an engine is ready", 1: "no engine is ready, or an error"},
         examples=("tracewire ready --model demo",),
+        json="an object: ready, engine, state (both null if there is none)",
     )
     ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
     ready.add_argument("--model", metavar="MODEL", help="an engine that serves this model")
@@ -126,7 +128,10 @@ async def _drain(options: argparse.Namespace) -> int:
         drained = [await client.engines.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
         asked = {one.engine.name for one in drained}
         for one in drained:
-            print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
+            if options.json:
+                print_json_line({"engine": one.engine.name, "event": "draining", "running": one.engine.running})
+            else:
+                print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
             if one.waiting and asked.issuperset(one.others):
                 print(
                     f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait, "
@@ -135,7 +140,10 @@ async def _drain(options: argparse.Namespace) -> int:
                 )
         for one in drained if not options.no_wait else ():
             await one.wait()
-            print(f"{one.engine.name}: has left", flush=True)
+            if options.json:
+                print_json_line({"engine": one.engine.name, "event": "left", "running": 0})
+            else:
+                print(f"{one.engine.name}: has left", flush=True)
     return 0
 
 
@@ -162,8 +170,13 @@ async def _ready(options: argparse.Namespace) -> int:
     for engine in engines:
         named = options.engine in (None, engine.name) and options.host in (None, engine.host)
         if named and (engine.ready or options.alive):
-            print(f"{engine.name}\t{engine.state}")
+            if options.json:
+                print_json({"ready": engine.ready, "engine": engine.name, "state": engine.state})
+            else:
+                print(f"{engine.name}\t{engine.state}")
             return 0
+    if options.json:
+        print_json({"ready": False, "engine": None, "state": None})
     wanted = " ".join(
         text
         for text in (

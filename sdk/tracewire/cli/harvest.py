@@ -17,6 +17,7 @@ from tracewire_bus.wire.messages import LogitLens, Probe
 
 from .blocks import BLOCK, load_block
 from .commands import UsageError, add_command
+from .printing import print_json
 
 __all__ = ["add_harvest"]
 
@@ -40,6 +41,7 @@ def add_harvest(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         help="write the activations of a data set's prompts as shards of safetensors or Parquet; the same command "
         "continues after an interruption",
         exits={0: "each prompt is in the result", 3: "some prompts failed"},
+        json="an object at the end: to, prompts, failed (an object of reasons by key)",
         examples=("tracewire harvest demo prompts.jsonl --to acts --read 'hs=residual(*)'",),
     )
     harvest.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
@@ -145,7 +147,7 @@ async def _harvest(options: argparse.Namespace) -> int:
     shown = _Shown()
     async with connect(options.url, prefix=options.prefix) as client:
         try:
-            done = await client.harvest(
+            await client.harvest(
                 options.model,
                 _data(options),
                 interventions,
@@ -161,14 +163,18 @@ async def _harvest(options: argparse.Namespace) -> int:
             raise UsageError(str(error)) from None
         finally:
             shown.end()
-    return _summary(options.to, options.storage_options, done)
+    return _summary(options)
 
 
-def _summary(to: str, storage_options: dict[str, Any] | None, done: HarvestProgress) -> int:
+def _summary(options: argparse.Namespace) -> int:
     from tracewire.harvest import open
 
-    harvested = open(to, storage_options=storage_options)
-    print(f"{to}: {len(harvested)} prompts, {len(harvested.failed)} failed", flush=True)
+    harvested = open(options.to, storage_options=options.storage_options)
+    if options.json:
+        failed = {str(key): reason for key, reason in harvested.failed.items()}
+        print_json({"to": options.to, "prompts": len(harvested), "failed": failed})
+    else:
+        print(f"{options.to}: {len(harvested)} prompts, {len(harvested.failed)} failed", flush=True)
     for key, reason in list(harvested.failed.items())[:10]:
         print(f"tracewire: prompt {key!r} failed: {reason}", file=sys.stderr)
     return 3 if harvested.failed else 0

@@ -47,7 +47,7 @@ def add_up(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
         "up",
         _up,
         parents=parents,
-        help="start a Redis, an engine for a model, and the gateway; Ctrl-C ends them all",
+        help="start an engine for a model, the gateway, and a Redis if no URL names one; Ctrl-C ends them all",
         exits={0: "a signal ended it", 1: "something did not start, or ended by itself"},
         examples=("tracewire up demo", "tracewire up MODEL --max-model-len 4096 --port 9000"),
         json="an object when all is ready: model, engine, redis, gateway, dashboard, curl",

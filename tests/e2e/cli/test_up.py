@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support import ROOT
+from tests.support.command_lines import with_words
 from tests.support.engine_process import ENVIRONMENT
 
 PATIENCE = 120
@@ -53,6 +55,16 @@ class Up:
                 return
         raise RuntimeError(f"it ended with {self.process.wait()}:\n{self.errors.read_text()[-4000:]}")
 
+    def wait_adapter(self) -> list[psutil.Process]:
+        """Wait until the engine's supervisor has started an adapter, and return all processes below the command."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            below = psutil.Process(self.process.pid).children(recursive=True)
+            if len(with_words(below, "tracewire_engine.launch.cli")) == 2:
+                return below
+            time.sleep(0.05)
+        raise AssertionError(f"no adapter was started:\n{self.errors.read_text()}")
+
     def line(self, start: str) -> str:
         """The printed command that begins so."""
         (found,) = [line.strip() for line in self.lines if line.strip().startswith(start)]
@@ -81,6 +93,22 @@ def up(starts_engine: None, tmp_path: Path) -> Iterator[Up]:
             started.process.wait(PATIENCE)
         assert started.process.stdout is not None
         started.process.stdout.close()
+
+
+@pytest.mark.usefixtures("starts_engine")
+def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
+    started = Up(tmp_path)
+    try:
+        below = started.wait_adapter()
+    finally:
+        os.killpg(started.process.pid, signal.SIGINT)
+        status = started.process.wait(PATIENCE)
+    assert started.process.stdout is not None
+    with started.process.stdout as said:
+        assert said.read() == ""
+    assert status == 0
+    _, alive = psutil.wait_procs(below, timeout=1)
+    assert alive == []
 
 
 @pytest.mark.full

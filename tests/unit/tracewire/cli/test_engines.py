@@ -91,15 +91,24 @@ async def test_the_command_lists_probes_and_drains(
         assert await run_command("engines", "--json", "--model", "tiny", *where) == 0
         (said,) = json.loads(capsys.readouterr().out)
         assert (said["name"], said["model"], said["state"], said["capacity"]) == ("scripted", "tiny", "serving", 256)
-        assert await run_command("drain", "--host", *where) == 0
+        assert await run_command("ready", "--json", *where) == 0
+        assert json.loads(capsys.readouterr().out) == {"ready": True, "engine": "scripted", "state": "serving"}
+        assert await run_command("drain", "scripted", "--no-wait", *where) == 0
+        assert capsys.readouterr() == ("scripted: asked to drain; it runs 0 traces\n", "")
+        assert await run_command("drain", "--host", "--json", *where) == 0
         said = capsys.readouterr()
-        assert said.out.splitlines() == ["scripted: asked to drain; it runs 0 traces", "scripted: has left"]
+        assert [json.loads(line) for line in said.out.splitlines()] == [
+            {"engine": "scripted", "event": "draining", "running": 0},
+            {"engine": "scripted", "event": "left", "running": 0},
+        ]
         assert said.err == ""
         assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
     assert await run_command("ready", *where) == 1
+    assert await run_command("ready", "--json", *where) == 1
+    assert json.loads(capsys.readouterr().out) == {"ready": False, "engine": None, "state": None}
 
 
 async def test_draining_the_last_engine_with_work_waiting_is_warned_of(

@@ -138,6 +138,17 @@ def test_options_that_do_not_parse(option: tuple[str, str], capsys: pytest.Captu
     assert option[0] in capsys.readouterr().err
 
 
+async def test_the_summary_as_json(
+    command: Callable[..., Any], engine: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engine(reads):
+        assert await command("--read", "hs=residual(*)", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"to", "prompts", "failed"}
+    assert found["prompts"] > 0
+    assert found["failed"] == {}
+
+
 async def test_an_error_ends_it_with_1(
     command: Callable[..., Any], engine: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

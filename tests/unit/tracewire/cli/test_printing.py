@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +79,35 @@ async def test_an_empty_bus_is_an_empty_list_as_json(
 ) -> None:
     assert await command(*words, "--json", "--url", redis_url, "--prefix", prefix) == 0
     assert capsys.readouterr() == ("[]\n", "")
+
+
+async def test_a_terminal_without_rich_gets_plain_lines(
+    engine: Callable[..., Any], redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """As without the extra `cli`: a module that cannot be found stands in its place."""
+    hidden = "import importlib.util as u\nfound = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *more: None if name == 'rich' else found(name, *more)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    path = os.pathsep.join([str(tmp_path), *(one for one in sys.path if one)])
+    async with engine(tiny):
+        with on_terminal("models", "--prefix", prefix, TRACEWIRE_URL=redis_url, PYTHONPATH=path) as terminal:
+            assert await terminal.wait_end() == 0
+            assert terminal.text().split() == (
+                [
+                    "tiny",
+                    "1",
+                    "engine",
+                    "0",
+                    "of",
+                    "16",
+                    "traces",
+                    "bfloat16",
+                    "4",
+                    "layers",
+                    "of",
+                    "8",
+                    "128",
+                    "tokens",
+                ]
+            )
+            assert "model" not in terminal.text()
