@@ -17,7 +17,6 @@ from tracewire.traces.model import Model
 from tracewire.traces.trace import Trace
 
 from .commands import UsageError, add_command
-from .format import failure_text
 from .presenters import presenter
 from .printing import print_json_line, remark
 from .requests import Request, add_interventions, add_sampling, request_of
@@ -128,8 +127,7 @@ class Chat:
                 final = await shown_trace(trace, shown)
                 group.cancel_scope.cancel()
         if not succeeded(final) and final.status != "cancelled":
-            if not self._json:
-                remark(f"tracewire: {failure_text(final.error) or final.status}")
+            # The presenter has said why.
             return None
         state = trace.state()
         return state.text if state.message is None else state.message.content or ""

@@ -74,6 +74,7 @@ async def _up(options: argparse.Namespace) -> int:
 
             async def end_on_signal() -> None:
                 async for _ in signals:
+                    remark("tracewire: ending the engine and the gateway; another Ctrl-C kills them")
                     group.cancel_scope.cancel()
 
             group.start_soon(end_on_signal)
@@ -230,7 +231,8 @@ def _print_ready(told: dict[str, str], took_s: float) -> None:
         *([f"  dashboard  {told['dashboard']}"] if told["dashboard"] else []),
         "",
         "In another terminal:",
-        f"  export TRACEWIRE_URL={shlex.quote(told['redis'])}",
+        # A password is not printed; the caller who gave it sets the variable.
+        *([] if "***" in told["redis"] else [f"  export TRACEWIRE_URL={shlex.quote(told['redis'])}"]),
         f"  tracewire run {shlex.quote(told['model'])} {shlex.quote(_PROMPT)} --max-tokens 32",
         *([f"  {told['curl']}"] if told["curl"] else []),
         "",

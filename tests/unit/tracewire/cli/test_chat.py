@@ -65,7 +65,7 @@ async def test_an_answer_that_failed_is_no_part_of_the_conversation(
         assert await command("chat", "tiny", *where) == 1
     shown = capsys.readouterr()
     assert shown.out == "message 1\nmessage 3\n"
-    assert "ValueError: no" in shown.err
+    assert shown.err == "tracewire: failed, 0 tokens: ValueError: no\n"
 
 
 async def test_json_and_live_parameters(

@@ -69,6 +69,17 @@ async def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     assert child.status == -signal.SIGKILL
 
 
+async def test_a_child_is_killed_when_the_wait_for_its_end_is_cancelled(tmp_path: Path) -> None:
+    child = Child("redis", [], {}, tmp_path / "log")
+    await until(lambda: psutil.Process(child.pid).children())
+    os.kill(child.pid, signal.SIGSTOP)
+    async with anyio.create_task_group() as group:
+        group.start_soon(child.stop, PATIENCE)
+        await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    assert child.status == -signal.SIGKILL
+
+
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

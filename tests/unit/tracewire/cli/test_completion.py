@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tracewire.cli import main as cli
-from tracewire.cli.completion import SHELLS
+from tracewire.cli.commands import subparsers_of
+from tracewire.cli.completion import SHELLS, _add_others
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -49,3 +54,25 @@ def test_bash_completes(line: str, found: set[str], tmp_path: Path) -> None:
     code = "import sys; from tracewire.cli.main import main; sys.argv = ['tracewire']; main()"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
     assert {word.strip() for word in answer.read_text().split("\n")} == found
+
+
+def test_commands_of_other_packages_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "tracewire.commands": [EntryPoint("extra", "nowhere:main", "tracewire.commands")],
+        "tracewire.completion": [
+            EntryPoint("engine", "tracewire_engine.launch.early:help_parser", "tracewire.completion")
+        ],
+    }
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries[group])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries[group])
+    parser = cli.build_parser()
+    _add_others(parser)
+    found = subparsers_of(parser)
+    assert "--capacity" in found["engine"]._option_string_actions
+    assert "extra" in found
+
+
+def test_the_engine_s_parser_is_an_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["entry-points"]["tracewire.completion"]["engine"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))

@@ -15,6 +15,7 @@ import pytest
 from tests.support.cli import command
 from tracewire.cli import up
 from tracewire.cli.main import build_parser
+from tracewire_bus.transport.urls import redacted
 
 
 def test_options_of_the_engine_are_passed_on() -> None:
@@ -119,5 +120,7 @@ def test_the_ready_lines_name_all_that_there_is(capsys: pytest.CaptureFixture[st
     assert "  export TRACEWIRE_URL='unix:///tmp/a b'" in lines
     assert "  curl -s URL" in lines
     assert lines[-1] == "Ctrl-C ends everything."
-    up._print_ready({**told, "gateway": "", "dashboard": "", "curl": ""}, 1.0)
-    assert "gateway" not in capsys.readouterr().out
+    up._print_ready({**told, "gateway": "", "dashboard": "", "curl": "", "redis": redacted("redis://a:b@host")}, 1.0)
+    shown = capsys.readouterr().out
+    assert "gateway" not in shown
+    assert "export" not in shown
