@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,11 @@ class Child:
         with suppress(ProcessLookupError):
             if self.status is None:
                 self._process.send_signal(number)
+
+    def progress(self) -> str:
+        """The last bar of progress in the log, such as that of a download; `""` if there is none."""
+        lines = re.split(r"[\r\n]+", self.log_tail())
+        return next((line.strip() for line in reversed(lines) if re.search(r"\d%", line)), "")
 
     def log_tail(self) -> str:
         """The end of the log."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -108,7 +109,7 @@ async def _serve(options: argparse.Namespace) -> int:
                     if child.status is not None:
                         progress.done()
                         return _failed(child, options)
-                progress.tell()
+                progress.tell(engine.progress())
                 await anyio.sleep(0.1)
         async with connect(url, prefix=options.prefix) as client:
             model = (await client.engines.get(engine.answer)).model
@@ -251,15 +252,19 @@ class _Progress:
         if not self._terminal:
             remark(f"{what} ...")
 
-    def tell(self) -> None:
+    def tell(self, more: str = "") -> None:
+        """Say how long it has lasted. `more` is what the log says of it."""
         now = time.monotonic()
+        line = f"{self._what} ... {now - self._began:.0f} s" + (f"  {more}" if more else "")
         if self._terminal:
-            print(f"\r{self._what} ... {now - self._began:.0f} s ", end="", file=sys.stderr, flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{line[:width]}", end="", file=sys.stderr, flush=True)
         elif now - self._told >= _EVERY_S:
             self._told = now
-            remark(f"{self._what} ... {now - self._began:.0f} s")
+            remark(line)
 
     def done(self) -> None:
+        """Take the line off the terminal."""
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

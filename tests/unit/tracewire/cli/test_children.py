@@ -58,6 +58,9 @@ async def test_the_log_says_why_a_child_ended(tmp_path: Path) -> None:
     await until(lambda: child.status is not None)
     assert (child.status, child.answer) == (2, "")
     assert "argument --port" in child.log_tail()
+    assert child.progress() == ""
+    (tmp_path / "log").write_text("weights:  10%|#  | 1/9\rweights:  45%|## | 4/9\nWARNING more\n")
+    assert child.progress() == "weights:  45%|## | 4/9"
     assert Child("nothing", [], {}, None).log_tail() == ""
 
 

@@ -97,7 +97,8 @@ def test_progress_is_told_now_and_then(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(up, "_EVERY_S", 0.0)
     with up._progress("loading demo") as progress:
         progress.tell()
-    assert capsys.readouterr().err == "loading demo ...\nloading demo ... 0 s\n"
+        progress.tell("weights: 45%")
+    assert capsys.readouterr().err == "loading demo ...\nloading demo ... 0 s\nloading demo ... 0 s  weights: 45%\n"
 
 
 def test_the_ready_lines_name_all_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
