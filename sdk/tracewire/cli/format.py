@@ -21,7 +21,7 @@ from tracewire.traces.output import (
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.wire.messages import Failure
 
-__all__ = ["event_line", "failure_text", "lifecycle_line", "short_value", "timestamp"]
+__all__ = ["event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
 
 
 _LAG = {
@@ -89,6 +89,15 @@ def short_value(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {short_value(item)}' for key, item in list(value.items())[:8])}}}"
     text = f"{value:.4g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+#: Control characters as the pictures that Unicode has of them; lines and tabs stay.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}
+
+
+def printable(text: str) -> str:
+    """A model's text for a terminal, on which control characters would move the cursor or do worse."""
+    return text.translate(_PICTURES)
 
 
 def timestamp(seconds: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tracewire.traces.output import Accepted, Event, Final, Output, Shared
 
-from .format import event_line
+from .format import event_line, printable
 from .printing import print_json_line, remark, rich_terminal
 from .readings import line_of
 from .view import TraceView, text_of
@@ -95,7 +96,7 @@ class TextStream(_Simple):
 
     def _write(self, text: str) -> None:
         self._text = text or self._text
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
@@ -123,6 +124,8 @@ class LiveView:
         self._view = TraceView(trace_id)
         self._console = Console()
         self._live: Live | None = None
+        #: A thread of rich draws the view.
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         from rich.live import Live
@@ -142,11 +145,13 @@ class LiveView:
 
     def feed(self, event: Event) -> None:
         """Take the event; it is drawn soon."""
-        self._view.feed(event)
+        with self._lock:
+            self._view.feed(event)
 
     def _drawing(self) -> Any:
         width, height = self._console.size
-        return trace_drawing(self._view, width, height - 1)
+        with self._lock:
+            return trace_drawing(self._view, width, height - 1)
 
 
 def trace_drawing(view: TraceView, width: int, height: int | None = None) -> Any:
@@ -156,7 +161,7 @@ def trace_drawing(view: TraceView, width: int, height: int | None = None) -> Any
     from rich.text import Text
 
     side = int(width * _SIDE) if view.readings.by_name else 0
-    text = Text(view.text or " ")
+    text = Text(printable(view.text) or " ")
     rows = max(1, height - 2) if height is not None else None
     if rows is not None:
         from rich.console import Console

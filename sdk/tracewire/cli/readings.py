@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .format import short_value
+from .format import printable, short_value
 
 __all__ = ["Reading", "Readings", "items_of", "line_of", "sparkline", "value_text"]
 
@@ -88,7 +88,7 @@ class Reading:
 
     def add(self, item: Any) -> None:
         """Take an item."""
-        self.text = value_text(item)
+        self.text = printable(value_text(item))
         self.profile = _profile(item) or []
         if (number := _number(item)) is not None:
             self.numbers.append(number)

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
+
 from tracewire.client import connect
 from tracewire.errors import TraceRejected
 from tracewire.traces.failures import TraceFailed
@@ -19,6 +21,8 @@ from .requests import add_interventions, add_sampling, prompt_of, request_of
 
 __all__ = ["add_run", "shown_trace", "succeeded"]
 
+#: After how many seconds in the queue the user is told of it.
+_QUEUED_S = 3.0
 _ENDS = {0: "the trace finished", 1: "an error, or the trace failed, was refused or was cancelled"}
 
 
@@ -78,6 +82,10 @@ async def shown_trace(trace: Trace, shown: Presenter) -> Final:
     """Show a trace that this client has submitted, up to its end, which is returned. Leaving early cancels it."""
     async with trace:
         try:
+            with anyio.move_on_after(_QUEUED_S) as waited:
+                await trace.accepted()
+            if waited.cancelled_caught:
+                remark(f"tracewire: trace {trace.id} waits in the queue; tracewire top shows the engines")
             shown.feed(await trace.accepted())
             async for item in trace:
                 shown.feed(item)

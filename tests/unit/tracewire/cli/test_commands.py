@@ -67,6 +67,14 @@ def test_every_command_has_help_for_all_of_its_options() -> None:
             assert action.help or not action.option_strings, f"{name} {action.dest}"
 
 
+def test_every_command_that_prints_data_prints_json() -> None:
+    """The others serve, print code for a shell, or change something without a word."""
+    without = {
+        name for name, parser in subparsers_of(build_parser()).items() if "--json" not in parser._option_string_actions
+    }
+    assert without == {"completion", "dead drop", "edits remove", "gateway", "redis"}
+
+
 def test_the_page_lists_every_command_with_its_exit_statuses() -> None:
     """`python -m tests.support.command_page` writes the table anew."""
     found = (ROOT / "docs" / "cli.md").read_text()

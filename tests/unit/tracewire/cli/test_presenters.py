@@ -86,3 +86,19 @@ async def test_of_a_long_text_the_end_is_drawn(client: Client, engine: Callable[
     assert len(lines) <= 12
     assert lines[-2].startswith("line 99")
     assert "line 3" not in drawn(view, 80, 12)
+
+
+async def test_a_model_does_not_control_the_terminal(client: Client, engine: Callable[..., Any]) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.save("a\x1b[2Jb\tc\r\n", {"word": "\x1b]0;title\x07"})
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "x") as trace:
+        await trace.until_done()
+    view = TraceView(trace.id)
+    for event in await events_of(client, trace.id):
+        view.feed(event)
+    shown = drawn(view)
+    assert "a␛[2Jb" in shown
+    assert not {"\x1b", "\x07", "\r"} & set(shown)

@@ -17,6 +17,7 @@ from tests.support.bus_engine import Stage
 from tests.support.cli import command, steered_story, story
 from tests.support.terminal import on_terminal, snapshot_of
 from tracewire import Client
+from tracewire.cli import run
 from tracewire_bus.wire.messages import Failure
 
 PROBE = ("--probe", "projection=residual(2)")
@@ -173,6 +174,16 @@ async def test_no_engine_is_said_with_what_to_start(where: tuple[str, ...], caps
     assert "start one with `tracewire engine tiny`" in capsys.readouterr().err
 
 
+async def test_a_trace_that_waits_is_told_of(
+    registered: str, where: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_QUEUED_S", 0.01)
+    assert await command("run", "tiny", "x", "--sampling", "deadline=1", *where) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(" waits in the queue; tracewire top shows the engines")
+    assert "expired" in last
+
+
 async def test_a_detached_trace_runs_on(
     client: Client, engine: Callable[..., Any], where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +204,19 @@ async def test_the_terminal_shows_saves_beside_the_text(
             assert await terminal.wait_end() == 0
             shown, kept = snapshot_of("run", terminal.text())
     assert shown == kept
+
+
+async def test_a_text_does_not_control_the_terminal(engine: Callable[..., Any], redis_url: str, prefix: str) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("first")
+        await stage.output("\x1b[2J\x1b[Hsecond")
+        await stage.final()
+
+    async with engine(script):
+        with on_terminal("run", "tiny", "x", "--prefix", prefix, TRACEWIRE_URL=redis_url) as terminal:
+            assert await terminal.wait_end() == 0
+            assert terminal.text() == "first␛[2J␛[Hsecond"
 
 
 async def test_ctrl_c_cancels_the_trace(
