@@ -1,4 +1,4 @@
-"""What Redis says about itself: its version, its settings that matter to a bus, and its clock."""
+"""The version of Redis, its settings that matter to a bus, and its clock."""
 
 from __future__ import annotations
 

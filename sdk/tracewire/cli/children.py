@@ -30,7 +30,7 @@ class Child:
     Attributes:
         name: the subcommand.
         log: the file with the process's standard error; None if the process writes to the command's own.
-        answer: what stands behind `ready` on the first such line; `""` before it.
+        answer: the rest of the first line that begins with `ready`; `""` before that line.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
@@ -56,7 +56,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Read what the process says to its end. A process whose output is not read would block."""
+        """Read the output of the process to its end. A process whose output is not read would block."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             word, _, rest = line.strip().partition(" ")

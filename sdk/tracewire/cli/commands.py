@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 __all__ = ["EXITS", "Parser", "UsageError", "add_command", "add_group", "exits_of", "subparsers_of"]
 
-#: What the exit statuses mean that every command can have.
+#: The meanings of the exit statuses that every command can have.
 EXITS: Mapping[int, str] = MappingProxyType(
     {
         0: "the command did what it was asked to",
@@ -49,14 +49,14 @@ def add_command(
     """Add a subcommand.
 
     Args:
-        commands: what `add_subparsers` returned.
+        commands: the value that `add_subparsers` returned.
         name: the subcommand's name.
         run: runs it and returns its exit status.
         parents: parsers whose options it has, too.
-        help: what it does, for the list of commands and its own help.
-        exits: what its exit statuses mean, where `EXITS` does not say it.
+        help: its purpose, for the list of commands and its own help.
+        exits: the meanings of its exit statuses, where they are not those of `EXITS`.
         examples: command lines to show in its help.
-        json: what `--json` prints; without it the subcommand has no such option.
+        json: the output of `--json`; without it the subcommand has no such option.
     """
     meanings = {**{number: EXITS[number] for number in (0, 1, 2)}, **exits}
     lines = [f"example: {example}" for example in examples]
@@ -86,7 +86,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def add_group(commands: Any, name: str, help: str) -> Any:
-    """Add a subcommand that has subcommands of its own, and return what they are added to."""
+    """Add a subcommand that has subcommands of its own, and return the object to which they are added."""
     parser = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
     return parser.add_subparsers(required=True, metavar="ACTION")
 
@@ -103,6 +103,6 @@ def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
 
 
 def exits_of(parser: argparse.ArgumentParser) -> dict[int, str]:
-    """What the exit statuses of a subcommand mean."""
+    """The meanings of a subcommand's exit statuses."""
     found: dict[int, str] = parser.get_default("exits")
     return found

@@ -35,13 +35,13 @@ _DEADLINE_S = 60.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at.
+    """One part that the command looked at.
 
     Attributes:
-        check: what was looked at.
+        check: the part that the command looked at.
         status: `ok`; `warning`: it works, but not well; `problem`: it does not work.
-        message: what was found.
-        advice: what to do; `""` if nothing.
+        message: the state of that part.
+        advice: the step that mends it; `""` if there is nothing to mend.
     """
 
     check: str
@@ -120,7 +120,7 @@ async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 def redis_findings(info: ServerInfo) -> list[Finding]:
-    """What there is to say about Redis and its clock."""
+    """Findings about Redis and its clock."""
     found = []
     parts = [int(part) for part in info.version.split(".")[:2] if part.isdecimal()]
     if tuple(parts) >= _OLDEST:
@@ -160,7 +160,7 @@ def _memory(info: ServerInfo) -> Finding:
 
 
 def clock_findings(check: str, whose: str, ahead_s: float, unsure_s: float) -> list[Finding]:
-    """What there is to say about a clock that is `ahead_s` seconds ahead of this machine's, give or take `unsure_s`."""
+    """The finding about a clock that is `ahead_s` seconds ahead of this machine's, give or take `unsure_s`."""
     if abs(ahead_s) - unsure_s > _APART_S:
         where = "ahead of" if ahead_s > 0 else "behind"
         message = f"the clock of {whose} is {abs(ahead_s):.1f} s {where} this machine's"
@@ -170,7 +170,7 @@ def clock_findings(check: str, whose: str, ahead_s: float, unsure_s: float) -> l
 
 
 def engine_findings(engines: Sequence[Engine], url: str, model: str | None = None) -> list[Finding]:
-    """What there is to say about the engines: whether any is ready, their states and versions."""
+    """Findings about the engines: whether any is ready, their states and versions."""
     wanted = [one for one in engines if model in (None, one.model)]
     if not wanted:
         what = f"no engines of {model!r}" if model else "no engines"
@@ -214,7 +214,7 @@ def _dead_letters(count: int) -> Finding:
 
 
 def model_findings(info: ModelInfo, waiting: int) -> list[Finding]:
-    """What there is to say about a model: whether its engines agree, and whether submissions wait."""
+    """Findings about a model: whether its engines agree, and whether submissions wait."""
     check = f"model {info.name}"
     found = []
     if info.differs:

@@ -1,4 +1,4 @@
-"""What `tracewire top` knows of a bus: its engines and traces, how fast they are, and their last saves."""
+"""A bus as `tracewire top` shows it: its engines and traces, their speed, and their last saves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rate:
 
 
 class Followed:
-    """A trace that is followed: what was listed of it, and what its events say."""
+    """A trace that is followed: its entry in the list, and the view of its events."""
 
     def __init__(self, listed: ListedTrace, now: float) -> None:
         self.listed = listed
@@ -60,7 +60,7 @@ class Followed:
         return self.view.status if self.view.status != "queued" else self.listed.state
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """What is known, as JSON."""
+        """The present state, as JSON."""
         return {
             "trace_id": self.listed.trace_id,
             "model": self.listed.model,
@@ -105,7 +105,7 @@ class Fleet:
             followed.listed = known[trace_id]
 
     def follow(self, listed: ListedTrace, since: str) -> Followed:
-        """Follow a trace until its end, or until the scope of what is returned is cancelled."""
+        """Follow a trace until its end, or until its scope is cancelled."""
         followed = Followed(listed, time.monotonic())
         self._group.start_soon(self._feed, followed, since)
         return followed
@@ -128,7 +128,7 @@ class Fleet:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """What is known, as JSON."""
+        """The present state, as JSON."""
         now = time.monotonic()
         return {
             "time": time.time(),

@@ -73,7 +73,7 @@ class JsonLines(_Simple):
 
 
 class TextStream(_Simple):
-    """The text alone, as it comes; what happens to the trace is on standard error."""
+    """The text alone, as it comes; other events are lines on standard error."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] = (0, 0)
@@ -199,7 +199,7 @@ def saves_drawing(view: TraceView, width: int, rows: int | None = None) -> Any:
 
 
 def status_line(view: TraceView) -> str:
-    """One line about a trace: its status, its tokens, its live parameters, and what happened last."""
+    """One line about a trace: its status, its tokens, its live parameters, and its last other event."""
     parts = [view.status, f"{view.tokens} tokens"]
     if view.rate:
         parts.append(f"{view.rate:.1f} tokens/s")

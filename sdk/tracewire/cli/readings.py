@@ -1,4 +1,4 @@
-"""The saves of a trace as short texts and small plots: what stands beside the text while a trace runs."""
+"""The saves of a trace as short texts and small plots, which stand beside its text."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Readings:
         self.by_name: dict[str, Reading] = {}
 
     def feed(self, delta: Mapping[str, Any]) -> None:
-        """Take what an event adds to the saves."""
+        """Take the additions of an event to the saves."""
         for name, item in items_of(delta):
             self.by_name.setdefault(name, Reading()).add(item)
 

@@ -34,7 +34,7 @@ MAX_TOKENS = 256
 
 
 class Request(NamedTuple):
-    """What a trace runs, and with which options."""
+    """A trace as the options ask for it."""
 
     block: Intervention | None
     interventions: list[DeclaredIntervention]
@@ -139,7 +139,7 @@ def bound_block(options: argparse.Namespace) -> Intervention | None:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What the options of `add_interventions` and `add_sampling` ask for.
+    """The request of the options of `add_interventions` and `add_sampling`.
 
     Raises:
         UsageError: an option is wrong.

@@ -51,7 +51,7 @@ class Spec(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What options declare: interventions, the option of each, and the first values of live parameters."""
+    """The declarations of options: interventions, the option of each, and the first values of live parameters."""
 
     interventions: list[DeclaredIntervention]
     options: list[str]
@@ -168,7 +168,7 @@ def values_by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def declared(specs: Sequence[Spec], live: Mapping[str, Any]) -> Declared:
-    """What these options declare together. Reads without a name are called `probe`, `probe2`, `lens` and so on.
+    """All declarations of these options together. Reads without a name are called `probe`, `probe2`, `lens` and so on.
 
     `live` has the first values that options give; a number replaces that of a `--steer`.
     """

@@ -1,4 +1,4 @@
-"""The screen of `tracewire top`: which trace is chosen or open, what the keys do, and how it is drawn."""
+"""The screen of `tracewire top`: the trace that is chosen or open, the keys, and the drawing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TopScreen:
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     async def press(self, key: str) -> bool:
-        """Do what a key asks for. Returns `False` if the screen is to close."""
+        """Obey a key. Returns `False` if the screen is to close."""
         self._note = ""
         if key in ("q", "interrupt"):
             return False

@@ -253,7 +253,7 @@ class _Progress:
             remark(f"{what} ...")
 
     def tell(self, more: str = "") -> None:
-        """Say how long it has lasted. `more` is what the log says of it."""
+        """Say for how long the wait has lasted. `more` is the last bar of progress in the log."""
         now = time.monotonic()
         line = f"{self._what} ... {now - self._began:.0f} s" + (f"  {more}" if more else "")
         if self._terminal:

@@ -1,4 +1,4 @@
-"""What a command shows of a trace, folded from the trace's events: text, saves, live parameters, status."""
+"""A trace as commands show it, folded from its events: text, saves, live parameters, status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TraceView:
         live, live_version: the live parameters with their present values, and the version of these.
         status: `queued`, `running`, `paused`, `waiting`, or how the trace ended.
         engine: the engine that runs it, or ran it last.
-        note: the last thing that happened to the trace, such as a change of live parameters.
+        note: the last event besides outputs in words, such as a change of live parameters.
     """
 
     def __init__(self, trace_id: str) -> None:
