@@ -122,6 +122,7 @@ def test_a_kill_leaves_no_process(up: Up) -> None:
 
 def test_up_demo(up: Up) -> None:
     assert up.lines[0].startswith("ready: demo after ")
+    assert up.line("dashboard ").endswith("/dashboard")
     answer = json.loads(up.shell(up.line("curl ")).stdout)
     assert answer["model"] == "demo"
     assert answer["usage"]["completion_tokens"] == 32

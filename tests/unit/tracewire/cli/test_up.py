@@ -10,9 +10,11 @@ import sys
 from importlib.metadata import EntryPoint
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from tests.support.cli import command
+from tests.support.gateways import serving
 from tracewire.cli import up
 from tracewire.cli.main import build_parser
 from tracewire_bus.transport.urls import redacted
@@ -42,7 +44,13 @@ def test_a_port_that_is_taken_is_not_insisted_on(monkeypatch: pytest.MonkeyPatch
     assert up._gateway_port(None) == number
 
 
-def test_a_gateway_without_a_dashboard() -> None:
+async def test_the_dashboard_is_named_where_the_gateway_has_one(redis_url: str, prefix: str) -> None:
+    async with serving(redis_url, prefix) as served:
+        assert await anyio.to_thread.run_sync(up._dashboard, served.url) == f"{served.url}/dashboard"
+        assert await anyio.to_thread.run_sync(up._dashboard, f"{served.url}/nowhere") == ""
+
+
+def test_a_gateway_that_does_not_answer_has_no_dashboard() -> None:
     with socket.socket() as nothing:
         nothing.bind(("127.0.0.1", 0))
         assert up._dashboard(f"http://127.0.0.1:{nothing.getsockname()[1]}") == ""
