@@ -767,7 +767,7 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         Raises:
             UnknownDeadLetter: there is no such dead letter.
             TraceRejected: the submission cannot be read.
-            ValueMissing: a large variable of it has expired.
+            ValueMissing: a large variable of it, or an array of its interventions, has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
             BusFull: Redis has too little memory left.
