@@ -27,6 +27,7 @@ from tracewire.admin.edits import Edit, EditOutput, Edits, EditWatch
 from tracewire.admin.engines import Draining, Engine, Engines, RedisMemory
 from tracewire.admin.listing import Listing
 from tracewire.admin.models import Models
+from tracewire.admin.server import Server, ServerInfo
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
@@ -268,6 +269,8 @@ __all__ = [
     "SamplingOptions",
     "SaveMissing",
     "Saves",
+    "Server",
+    "ServerInfo",
     "ShardDamaged",
     "Shared",
     "State",

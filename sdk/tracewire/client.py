@@ -14,6 +14,7 @@ from tracewire.admin.dead_letters import DeadLetters
 from tracewire.admin.edits import Edits
 from tracewire.admin.engines import Engines
 from tracewire.admin.models import Models
+from tracewire.admin.server import Server
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention
@@ -104,17 +105,15 @@ class Client:
     default is the host's name and the process's id.
 
     A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
-    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections, and closing it ends
-    them.
-    Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
-    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis does
-    not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it waits
-    without limit. Reading a trace always waits without limit.
+    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections. Closing it ends
+    them, and cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
+    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis
+    does not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it
+    waits without limit. Reading a trace always waits without limit.
 
-    An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
-    method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`,
-    `BusRefused` if Redis refuses, `BusFull` if Redis has no memory left, and `ClientClosed` if the client is closed.
-    All of these but `BusFull` are `ConnectError`s.
+    An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. A method
+    that asks Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`, `BusRefused` if Redis
+    refuses, `BusFull` if its memory is full, and `ClientClosed`. All of these but `BusFull` are `ConnectError`s.
 
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
@@ -122,6 +121,7 @@ class Client:
         traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
+        server: the Redis: `info()`.
 
     Raises:
         ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
@@ -158,6 +158,7 @@ class Client:
         self.traces = Traces(self._session)
         self.dead_letters = DeadLetters(self._session)
         self.watch_groups = WatchGroups(self._session)
+        self.server = Server(self._session)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ CLASSES: dict[type, str] = {
     tracewire.Models: "",
     tracewire.Traces: "",
     tracewire.DeadLetters: "",
+    tracewire.Server: "",
     tracewire.Client: "",
 }
 #: What is written by hand, and inherited here.
@@ -200,6 +201,7 @@ RESOURCES = """
         self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
+        self.server: Server = Server._of(self, self._async.server)
 """
 #: What a tracer has of its own, beside its `with`, and what a client's life is written by hand with.
 INLINE = ("saves",)

@@ -47,7 +47,16 @@ RUN_BY = {
     "python examples/demo_model/train.py": "tests/test_commands.py::test_a_model_is_trained",
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
-    "tracewire redis": _CLI + "main.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire redis": _CLI + "redis.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire chat": _CLI + "chat.py::test_each_line_of_a_pipe_is_a_message",
+    "tracewire doctor": _CLI + "doctor.py::test_a_sound_bus",
+    "tracewire edits install": _CLI + "edits.py::test_declared_interventions_are_installed",
+    "tracewire export": _CLI + "export.py::test_safetensors",
+    "tracewire replay": _CLI + "replay.py::test_each_form",
+    "tracewire run": "tests/e2e/cli/test_up.py::test_up_demo",
+    "tracewire steer": _CLI + "control.py::test_a_trace_is_steered_paused_resumed_and_cancelled",
+    "tracewire top": _CLI + "top.py::test_a_trace_is_opened_and_steered",
+    "tracewire up demo": "tests/e2e/cli/test_up.py::test_up_demo",
     "tracewire engine demo": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",
@@ -62,10 +71,8 @@ RUN_BY = {
     "tracewire watch": _CLI + "traces.py::test_watch_prints_a_trace_to_its_end",
     "tracewire engines": _OPERATORS,
     "tracewire ready": _OPERATORS,
-    "tracewire drain": _OPERATORS,
-    "tracewire drain ENGINE --url": (
-        "tests/unit/tracewire/cli/test_engines.py::test_the_command_lists_probes_and_drains"
-    ),
+    "tracewire drain ENGINE --timeout": _OPERATORS,
+    "tracewire drain ENGINE": _CLI + "engines.py::test_the_command_lists_probes_and_drains",
     "python -m pytest tests/": "",  # tests, each by itself
 }
 
@@ -95,6 +102,7 @@ RUN_BY_NONE = {
     'echo "--from-literal=': _CLUSTER,
     "cd deploy && kustomize": _CLUSTER,
     'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
+    'pip install "tracewire[cli,embedded,gateway,engine-gpu]"': _GPU,
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
     "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",

@@ -29,7 +29,7 @@ from typing import Final, Self
 import anyio
 import anyio.to_thread
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError"]
+__all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent"]
 
 #: The longest path of a unix socket, in bytes; the kernel's limit is 107.
 MAX_SOCKET_PATH: Final = 100
@@ -131,7 +131,7 @@ class EmbeddedServer:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(),
+                    preexec_fn=die_with_parent(),
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise EmbeddedServerError(f"{binary} could not be run: {error}") from error
@@ -186,15 +186,18 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """A function for the child to run before exec: the kernel then kills the server when its parent ends."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """A function for the child to run before exec: the kernel then sends it this signal when its parent ends.
+
+    For the kernel the parent is the thread that starts the child. `None` where the system has no such thing.
+    """
     if sys.platform != "linux":
         return None
     # Load the library before the fork: between fork and exec only the call itself is safe.
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
     def set_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             # The parent ended before the call.
             os._exit(1)

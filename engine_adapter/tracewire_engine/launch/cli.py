@@ -37,6 +37,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
 from .chat_options import add_chat_options, chat_options, server_options
+from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
@@ -84,6 +85,8 @@ def demo_model() -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    if print_help(sys.argv[1:] if arguments is None else arguments):
+        return 0
     given = Given.take(sys.argv[1:] if arguments is None else arguments)
     arguments = given.arguments
     supervisor = os.environ.pop(SUPERVISOR_PID, "")
@@ -93,13 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         with ExitStack() as loading:
             loading.enter_context(hub_token(given.secrets))
             return _adapter(arguments, given.secrets, loading.close)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--restarts", type=int)
-    early.add_argument("--drain", type=float, default=10.0)
-    early.add_argument("--log-format", default="text")
-    options, _ = early.parse_known_args(arguments)
-    # The adapter refuses another value.
-    configure_logging("json" if options.log_format == "json" else "text")
+    # Checked here, before any process imports vLLM.
+    options = checked(arguments, given.secrets)
+    configure_logging(options.log_format)
     # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
     command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(arguments)]

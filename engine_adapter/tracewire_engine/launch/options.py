@@ -63,9 +63,13 @@ def host_and_port(text: str) -> str:
 
 
 # whole: a table of options
-def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str]) -> None:
-    """Add Tracewire's options, which come beside vLLM's, to a parser's group. `secrets` may hold the Redis URL."""
-    group.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model: its folder or name, or 'demo'")
+def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, model: bool = True) -> None:
+    """Add Tracewire's options, which come beside vLLM's, to a parser's group.
+
+    `secrets` may hold the Redis URL. Without `model`, the positional argument MODEL is left out.
+    """
+    if model:
+        group.add_argument("model_folder", metavar="MODEL", help="a Hugging Face model: its folder or name, or 'demo'")
     group.add_argument("--name", help="the name by which clients ask for the model (default: the last part of MODEL)")
     group.add_argument(
         "--url", default=secrets.get(URL) or os.environ.get(URL), help="Redis URL (default: $TRACEWIRE_URL)"

@@ -18,6 +18,7 @@ from tracewire.admin.engines import Engine, RedisMemory
 from tracewire.admin.engines import Engines as AsyncEngines
 from tracewire.admin.listing import Listing as AsyncListing
 from tracewire.admin.models import Models as AsyncModels
+from tracewire.admin.server import Server as AsyncServer
 from tracewire.admin.traces import Traces as AsyncTraces
 from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
@@ -33,6 +34,7 @@ from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
 from tracewire.traces.trace import Trace as AsyncTrace
 from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.store.server_info import ServerInfo
 from tracewire_bus.store.trace_list import ListedTrace
 from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.messages import Block, DeclaredIntervention, Status
@@ -52,6 +54,7 @@ __all__ = [
     "Listing",
     "Model",
     "Models",
+    "Server",
     "Subscription",
     "Trace",
     "Tracer",
@@ -764,7 +767,7 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         Raises:
             UnknownDeadLetter: there is no such dead letter.
             TraceRejected: the submission cannot be read.
-            ValueMissing: a large variable of it has expired.
+            ValueMissing: a large variable of it, or an array of its interventions, has expired.
             UnknownModel: no live engine serves the model.
             Overloaded: too many submissions wait for the model.
             BusFull: Redis has too little memory left.
@@ -781,6 +784,19 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         return self._portal.call(partial(self._async.drop, letter))
 
 
+class Server(Bridge[AsyncServer]):
+    """The Redis of the bus. Available as `Client.server`."""
+
+    def info(self) -> ServerInfo:
+        """The version of Redis, the settings that matter to a bus, and how far its clock is ahead of this machine's.
+
+        Raises:
+            BusRefused: the user may not ask for it (`INFO`, `TIME`).
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(self._async.info)
+
+
 class Client(BlockingClient):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
@@ -794,17 +810,15 @@ class Client(BlockingClient):
     default is the host's name and the process's id.
 
     A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
-    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections, and closing it ends
-    them.
-    Closing it also cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
-    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis does
-    not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it waits
-    without limit. Reading a trace always waits without limit.
+    Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections. Closing it ends
+    them, and cancels the traces that it submitted, that still run and that are not detached. Engines cancel these
+    traces, too, when the client has died, or its event loop has been blocked, for `lease_ttl` seconds. While Redis
+    does not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it
+    waits without limit. Reading a trace always waits without limit.
 
-    An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. Each
-    method that sends a request to Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`,
-    `BusRefused` if Redis refuses, `BusFull` if Redis has no memory left, and `ClientClosed` if the client is closed.
-    All of these but `BusFull` are `ConnectError`s.
+    An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. A method
+    that asks Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`, `BusRefused` if Redis
+    refuses, `BusFull` if its memory is full, and `ClientClosed`. All of these but `BusFull` are `ConnectError`s.
 
     Attributes:
         models: the models that engines serve: `list()`, `get(name)`.
@@ -812,6 +826,7 @@ class Client(BlockingClient):
         traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
+        server: the Redis: `info()`.
 
     Raises:
         ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
@@ -1085,6 +1100,7 @@ class Client(BlockingClient):
         self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
+        self.server: Server = Server._of(self, self._async.server)
 
 
 class Model(AsyncModel):

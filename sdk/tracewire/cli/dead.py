@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tracewire.client import connect
 from tracewire.errors import UnknownDeadLetter
+from tracewire_bus.transport.urls import redacted
 
+from .commands import add_command, add_group
 from .format import timestamp
+from .printing import print_json, print_json_line, print_rows, remark
 
 __all__ = ["add_dead"]
 
+_COLUMNS = ("id", "time", "model", "trace_id", "reason")
 
-def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
+
+def add_dead(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    dead = commands.add_parser("dead", help="the dead-letter queue: list, show, resubmit or drop its entries")
-    actions = dead.add_subparsers(required=True, metavar="ACTION")
-    for name, run, text in (
-        ("list", _list, "list the dead letters, the oldest first"),
-        ("show", _show, "print a dead letter as JSON"),
-        ("resubmit", _resubmit, "submit the named dead letters again, and print the new traces' ids"),
-        ("drop", _drop, "remove the named dead letters"),
+    actions = add_group(commands, "dead", "the dead-letter queue: list, show, resubmit or drop its entries")
+    for name, run, text, json_ in (
+        (
+            "list",
+            _list,
+            "list the dead letters, the oldest first",
+            f"a list of objects: {', '.join(_COLUMNS)}",
+        ),
+        ("show", _show, "print a dead letter as JSON", "the same: a dead letter is printed as JSON anyway"),
+        (
+            "resubmit",
+            _resubmit,
+            "submit the named dead letters again, and print the new traces' ids",
+            "an object on a line for each: id, trace_id",
+        ),
+        ("drop", _drop, "remove the named dead letters", ""),
     ):
-        action = actions.add_parser(name, parents=[shared], help=text)
-        action.set_defaults(run=run)
+        action = add_command(actions, name, run, parents=parents, help=text, json=json_)
         if name == "list":
             action.add_argument("--model", metavar="MODEL", help="only those of this model")
         else:
@@ -36,8 +50,15 @@ def add_dead(commands: Any, shared: argparse.ArgumentParser) -> None:
 
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        async for letter in client.dead_letters.list(model=options.model):
-            print("\t".join((letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason)))
+        letters = await client.dead_letters.list(model=options.model)
+        url = client.url
+    rows = [(letter.id, timestamp(letter.time), letter.model, letter.trace_id, letter.reason) for letter in letters]
+    if options.json:
+        print_json([dict(zip(_COLUMNS, row, strict=True)) for row in rows])
+        return 0
+    if not rows:
+        remark(f"No dead letters{f' of {options.model!r}' if options.model else ''} on {redacted(url)}.")
+    print_rows(_COLUMNS, rows)
     return 0
 
 
@@ -64,7 +85,11 @@ def _json_fallback(value: Any) -> str:
 async def _resubmit(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         for id_ in options.ids:
-            print(f"{id_} resubmitted as trace {await client.dead_letters.resubmit(id_)}", flush=True)
+            trace_id = await client.dead_letters.resubmit(id_)
+            if options.json:
+                print_json_line({"id": id_, "trace_id": trace_id})
+            else:
+                print(f"{id_} resubmitted as trace {trace_id}", flush=True)
     return 0
 
 

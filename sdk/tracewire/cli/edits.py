@@ -3,35 +3,75 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tracewire.admin.edits import Edit, EditOutput
 from tracewire.capture.intervention import Intervention
 from tracewire.client import connect
 from tracewire.errors import InvalidEdit
+from tracewire_bus.transport.urls import redacted
 
+from .blocks import BLOCK, load_block
+from .commands import UsageError, add_command, add_group
 from .format import short_value
+from .printing import no_engines, print_json, print_json_line, print_rows, remark
+from .requests import add_interventions, specs_of
+from .specs import declared
 
 __all__ = ["add_edits"]
 
 
-def add_edits(commands: Any, shared: argparse.ArgumentParser) -> None:
+def add_edits(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    edits = commands.add_parser("edits", help="a model's standing interventions: list, install, remove or watch them")
-    actions = edits.add_subparsers(required=True, metavar="ACTION")
-    list_ = actions.add_parser("list", parents=[shared], help="list the edits in the order in which they apply")
+    actions = add_group(commands, "edits", "a model's standing interventions: list, install, remove or watch them")
+    list_ = add_command(
+        actions,
+        "list",
+        _list,
+        parents=parents,
+        help="list the edits in the order in which they apply",
+        json="a list of objects: name, version, scope, block, interventions, disabled, engines, problems, ...",
+    )
     list_.add_argument("model", metavar="MODEL")
-    list_.set_defaults(run=_list)
+    _add_install(actions, parents)
+    remove = add_command(actions, "remove", _remove, parents=parents, help="remove the named edits")
+    remove.add_argument("model", metavar="MODEL")
+    remove.add_argument("names", metavar="NAME", nargs="+")
+    watch = add_command(
+        actions,
+        "watch",
+        _watch,
+        parents=parents,
+        help="print an edit's saves on requests that are no traces, and all of its errors",
+        json="each item as a JSON object on a line",
+    )
+    watch.add_argument("model", metavar="MODEL")
+    watch.add_argument("name", metavar="NAME")
+    watch.add_argument("--since", default="now", help="'now' (default), 'start', or an item's id")
 
-    install = actions.add_parser("install", parents=[shared], help="install an intervention of a Python file")
+
+def _add_install(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
+    install = add_command(
+        actions,
+        "install",
+        _install,
+        parents=parents,
+        help="install an intervention of a Python file, declared interventions, or both",
+        examples=(
+            "tracewire edits install demo calm --steer 'residual(4)@direction.npy*-4'",
+            "tracewire edits install demo norms probes.py::norms --set layer=3 --scope asked",
+        ),
+        json="the edit as an object, as list prints it",
+    )
     install.add_argument("model", metavar="MODEL")
     install.add_argument("name", metavar="NAME", help="the edit's name; replaces an edit of this name")
-    install.add_argument("file", metavar="FILE[:FUNCTION]", help="a Python file to execute, and the intervention in it")
-    install.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="bind a variable (repeatable)")
+    what = "a Python file to execute, and the intervention in it"
+    install.add_argument("file", metavar=BLOCK, nargs="?", help=what)
+    add_interventions(install, block=False)
+    what = "bind a variable of the file's intervention (repeatable)"
+    install.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help=what)
     install.add_argument(
         "--scope",
         default="all",
@@ -51,39 +91,68 @@ def add_edits(commands: Any, shared: argparse.ArgumentParser) -> None:
         metavar="N",
         help="disable it after N failures in a row on one engine (default: 10; 0: never)",
     )
-    install.set_defaults(run=_install)
-
-    remove = actions.add_parser("remove", parents=[shared], help="remove the named edits")
-    remove.add_argument("model", metavar="MODEL")
-    remove.add_argument("names", metavar="NAME", nargs="+")
-    remove.set_defaults(run=_remove)
-
-    watch = actions.add_parser(
-        "watch", parents=[shared], help="print an edit's saves on requests that are no traces, and all of its errors"
-    )
-    watch.add_argument("model", metavar="MODEL")
-    watch.add_argument("name", metavar="NAME")
-    watch.add_argument("--since", default="now", help="'now' (default), 'start', or an item's id")
-    watch.set_defaults(run=_watch)
 
 
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        for edit in await client.edits(options.model).list():
-            print(_edit_line(edit))
+        edits = await client.edits(options.model).list()
+        served = any(info.name == options.model for info in await client.models.list())
+        url = client.url
+    if options.json:
+        print_json([_edit_json(edit) for edit in edits])
+        return 0
+    if not edits:
+        remark(f"No edits of {options.model!r} on {redacted(url)}. Install one: tracewire edits install --help")
+    if not served:
+        no_engines(url, options.model)
+    print_rows(("name", "version", "scope", "what", "state"), [_edit_row(edit) for edit in edits])
     return 0
 
 
-def _edit_line(edit: Edit) -> str:
+def _edit_row(edit: Edit) -> list[str]:
     what = [edit.block] if edit.block is not None else []
     what += [type(one).__name__ for one in edit.interventions]
     state = f"disabled: {edit.disabled}" if edit.disabled else f"on {len(edit.engines)} engines"
     problems = [f"not on {engine}: {why}" for engine, why in edit.problems.items()]
-    return "\t".join((edit.name, str(edit.version), edit.scope, ", ".join(what), "; ".join((state, *problems))))
+    return [edit.name, str(edit.version), edit.scope, ", ".join(what), "; ".join((state, *problems))]
+
+
+def _edit_json(edit: Edit) -> dict[str, Any]:
+    found = {name: getattr(edit, name) for name in edit.__struct_fields__}
+    return {**found, "engines": list(edit.engines), "interventions": [repr(one) for one in edit.interventions]}
 
 
 async def _install(options: argparse.Namespace) -> int:
-    block = _load_intervention(options.name, options.file)
+    found = declared(specs_of(options), {})
+    if found.live:
+        raise UsageError("an edit has no live parameters: give --steer a number as its factor")
+    block = _bound(options) if options.file is not None else None
+    if block is None and options.set:
+        raise UsageError("--set binds a variable of a block: name the file")
+    if block is None and not found.interventions:
+        raise UsageError("nothing to install: give FILE.py::NAME, --steer, --probe or --lens")
+    async with connect(options.url, prefix=options.prefix) as client:
+        edit = await client.edits(options.model).install(
+            options.name,
+            block,
+            interventions=found.interventions,
+            scope=options.scope,
+            on_error=options.on_error,
+            max_failures=options.max_failures,
+        )
+    if options.json:
+        print_json(_edit_json(edit))
+    else:
+        print("\t".join(_edit_row(edit)))
+    return 0
+
+
+def _bound(options: argparse.Namespace) -> Intervention:
+    """The intervention of the file, with the variables of `--set`."""
+    try:
+        block = load_block(options.file)
+    except ValueError as error:
+        raise InvalidEdit(options.name, "FILE", str(error)) from None
     variables = {}
     for one in options.set:
         name, _, value = one.partition("=")
@@ -93,43 +162,9 @@ async def _install(options: argparse.Namespace) -> int:
             example = "--set layer=3, --set 'word=\"text\"'"
             raise InvalidEdit(options.name, "--set", f"expected NAME=JSON, as in {example}; got {one!r}") from None
     try:
-        bound = block(**variables) if variables else block
+        return block(**variables) if variables else block
     except TypeError as error:
         raise InvalidEdit(options.name, "--set", str(error)) from None
-    async with connect(options.url, prefix=options.prefix) as client:
-        edit = await client.edits(options.model).install(
-            options.name,
-            bound,
-            scope=options.scope,
-            on_error=options.on_error,
-            max_failures=options.max_failures,
-        )
-        print(_edit_line(edit))
-    return 0
-
-
-def _load_intervention(edit: str, where: str) -> Intervention:
-    """The intervention that a Python file defines. Executes the file."""
-    file, colon, name = where.rpartition(":") if not Path(where).is_file() else (where, "", "")
-    path = Path(file if colon else where)
-    spec = importlib.util.spec_from_file_location(f"tracewire_edit_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise InvalidEdit(edit, "FILE", f"expected a Python file, got {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    found = {key: value for key, value in vars(module).items() if isinstance(value, Intervention)}
-    if not colon and len(found) == 1:
-        return next(iter(found.values()))
-    if name in found:
-        return found[name]
-    there = ", ".join(sorted(found)) or "none"
-    asked = f"no intervention {name!r}" if colon else "several interventions, or none: name one, as FILE:FUNCTION"
-    raise InvalidEdit(edit, "FILE", f"{path} has {asked} (it has: {there})")
 
 
 async def _remove(options: argparse.Namespace) -> int:
@@ -145,12 +180,23 @@ async def _watch(options: argparse.Namespace) -> int:
         try:
             watch = client.edits(options.model).watch(options.name, since=options.since)
         except ValueError as error:
-            print(f"tracewire: {error}", file=sys.stderr)
-            return 2
+            raise UsageError(str(error)) from None
         async with watch:
             async for item in watch:
-                print(_output_line(item), flush=True)
+                if options.json:
+                    print_json_line(_output_json(item))
+                else:
+                    print(_output_line(item), flush=True)
     return 0
+
+
+def _output_json(item: EditOutput) -> dict[str, Any]:
+    # Imported here: only JSON needs them.
+    from tracewire.gateway.event_json import failure_json
+    from tracewire.gateway.json_values import to_json
+
+    found = {name: getattr(item, name) for name in item.__struct_fields__}
+    return {**found, "saves": to_json(item.saves, "list", item.trace_id), "error": failure_json(item.error)}
 
 
 def _output_line(item: EditOutput) -> str:

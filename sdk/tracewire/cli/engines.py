@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -13,6 +14,10 @@ import msgspec
 
 from tracewire.client import Client, connect
 from tracewire.errors import ConnectError
+from tracewire.traces.served_models import ModelInfo
+
+from .commands import UsageError, add_command
+from .printing import no_engines, print_json, print_json_line, print_rows
 
 __all__ = ["add_engines", "names_of_host"]
 
@@ -22,19 +27,35 @@ _PROBE_S = 5.0
 _RENEWED_S = 3.0
 
 
-def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
+def add_engines(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommands."""
-    models = commands.add_parser("models", parents=[shared], help="list the served models")
+    models = add_command(
+        commands,
+        "models",
+        _models,
+        parents=parents,
+        help="list the served models",
+        json="a list with an object for each model: name, engines, running, capacity, dtype, layer_count, ...",
+    )
     models.add_argument("--tree", action="store_true", help="also print each model's modules")
-    models.set_defaults(run=_models)
-
-    engines = commands.add_parser("engines", parents=[shared], help="list running engines")
+    engines = add_command(
+        commands,
+        "engines",
+        _engines,
+        parents=parents,
+        help="list running engines",
+        json="a list with an object for each engine, with all its fields",
+    )
     engines.add_argument("--model", metavar="MODEL", help="list only engines of this model")
-    engines.add_argument("--json", action="store_true", help="print one JSON list, with all fields of each")
-    engines.set_defaults(run=_engines)
-
-    drain = commands.add_parser(
-        "drain", parents=[shared], help="have engines take no new traces, finish their own, and leave; waits for them"
+    drain = add_command(
+        commands,
+        "drain",
+        _drain,
+        parents=parents,
+        help="have engines take no new traces, finish their own, and leave; waits for them",
+        exits={1: "an error, or no engine has this name or runs on this host"},
+        examples=("tracewire drain ENGINE --timeout 60",),
+        json="an object on a line for each step: engine, event (draining, left), running",
     )
     drain.add_argument("engines", metavar="ENGINE", nargs="*", help="an engine's name")
     _add_host(drain, "all engines of this machine or pod, or of HOST")
@@ -45,10 +66,15 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
         help="after this time return the traces that still run to the queue (default: wait for their end)",
     )
     drain.add_argument("--no-wait", action="store_true", help="return at once, without waiting for their end")
-    drain.set_defaults(run=_drain)
-
-    ready = commands.add_parser(
-        "ready", parents=[shared], help="readiness probe: exit with 0 if an engine serves, else with 1"
+    ready = add_command(
+        commands,
+        "ready",
+        _ready,
+        parents=parents,
+        help="probe whether an engine is ready",
+        exits={0: "an engine is ready", 1: "no engine is ready, or an error"},
+        examples=("tracewire ready --model demo",),
+        json="an object: ready, engine, state (both null if there is none)",
     )
     ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
     ready.add_argument("--model", metavar="MODEL", help="an engine that serves this model")
@@ -58,7 +84,6 @@ def add_engines(commands: Any, shared: argparse.ArgumentParser) -> None:
         action="store_true",
         help="liveness probe: exit with 0 if an engine runs, even a draining one, or if Redis does not answer",
     )
-    ready.set_defaults(run=_ready)
 
 
 def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
@@ -68,27 +93,30 @@ def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
 async def _engines(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         engines = await client.engines.list(model=options.model)
+        url = client.url
     if options.json:
-        print(json.dumps([msgspec.structs.asdict(engine) for engine in engines], indent=2))
+        print_json([msgspec.structs.asdict(engine) for engine in engines])
         return 0
+    if not engines:
+        no_engines(url, options.model)
+    rows = []
     for engine in engines:
         versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)
         running = f"{engine.running} of {engine.capacity} traces"
         columns = [engine.name, engine.model, engine.state, running, engine.host or "-", versions]
         if engine.malformed:
             columns.append(f"{engine.malformed} malformed items in Redis skipped")
-        print("\t".join(columns).rstrip())
+        rows.append(columns)
+    print_rows(("engine", "model", "state", "running", "host", "versions"), rows)
     return 0
 
 
 async def _drain(options: argparse.Namespace) -> int:
     """Returns 0 when all named engines have been asked to drain and, unless `--no-wait` is given, have left."""
     if options.timeout is not None and not options.timeout >= 0:
-        print(f"tracewire: --timeout takes a number of seconds, got {options.timeout:g}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--timeout takes a number of seconds, got {options.timeout:g}")
     if not options.engines and options.host is None:
-        print("tracewire: name an engine (tracewire engines lists them), or give --host", file=sys.stderr)
-        return 2
+        raise UsageError("name an engine (tracewire engines lists them), or give --host")
     async with connect(options.url, prefix=options.prefix) as client:
         names = list(options.engines)
         if options.host is not None:
@@ -100,7 +128,10 @@ async def _drain(options: argparse.Namespace) -> int:
         drained = [await client.engines.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
         asked = {one.engine.name for one in drained}
         for one in drained:
-            print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
+            if options.json:
+                print_json_line({"engine": one.engine.name, "event": "draining", "running": one.engine.running})
+            else:
+                print(f"{one.engine.name}: asked to drain; it runs {one.engine.running} traces", flush=True)
             if one.waiting and asked.issuperset(one.others):
                 print(
                     f"tracewire: no other engine serves {one.engine.model!r}: the {one.waiting} submissions that wait, "
@@ -109,7 +140,10 @@ async def _drain(options: argparse.Namespace) -> int:
                 )
         for one in drained if not options.no_wait else ():
             await one.wait()
-            print(f"{one.engine.name}: has left", flush=True)
+            if options.json:
+                print_json_line({"engine": one.engine.name, "event": "left", "running": 0})
+            else:
+                print(f"{one.engine.name}: has left", flush=True)
     return 0
 
 
@@ -136,8 +170,13 @@ async def _ready(options: argparse.Namespace) -> int:
     for engine in engines:
         named = options.engine in (None, engine.name) and options.host in (None, engine.host)
         if named and (engine.ready or options.alive):
-            print(f"{engine.name}\t{engine.state}")
+            if options.json:
+                print_json({"ready": engine.ready, "engine": engine.name, "state": engine.state})
+            else:
+                print(f"{engine.name}\t{engine.state}")
             return 0
+    if options.json:
+        print_json({"ready": False, "engine": None, "state": None})
     wanted = " ".join(
         text
         for text in (
@@ -147,19 +186,42 @@ async def _ready(options: argparse.Namespace) -> int:
         )
         if text
     )
-    print(f"tracewire: no {wanted} {'runs' if options.alive else 'serves'}", file=sys.stderr)
+    missing = f"no {wanted} runs" if options.alive else f"no ready {wanted}"
+    print(f"tracewire: {missing} (tracewire engines lists them)", file=sys.stderr)
     return 1
 
 
 async def _models(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        for info in await client.models.list():
-            engines = f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}"
-            print(
-                f"{info.name}\t{engines}\t{info.running} of {info.capacity} traces\t{info.dtype}\t"
-                f"{info.layer_count} layers of {info.hidden_size}\t{info.max_model_len} tokens"
-                + (f"\tits engines differ in: {', '.join(info.differs)}" if info.differs else "")
-            )
-            if options.tree:
-                print((await client.models.get(info.name)).tree)
+        models = await client.models.list()
+        trees = [(await client.models.get(info.name)).tree if options.tree else None for info in models]
+        url = client.url
+    if options.json:
+        print_json([_model_json(info, tree) for info, tree in zip(models, trees, strict=True)])
+        return 0
+    if not models:
+        no_engines(url)
+    columns = ("model", "engines", "running", "dtype", "layers", "context", "differences")
+    if not options.tree:
+        print_rows(columns, [_model_row(info) for info in models])
+    for info, tree in zip(models, trees, strict=True) if options.tree else ():
+        print_rows(columns, [_model_row(info)])
+        print(tree)
     return 0
+
+
+def _model_row(info: ModelInfo) -> list[str]:
+    return [
+        info.name,
+        f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}",
+        f"{info.running} of {info.capacity} traces",
+        info.dtype,
+        f"{info.layer_count} layers of {info.hidden_size}",
+        f"{info.max_model_len} tokens",
+        *([f"its engines differ in: {', '.join(info.differs)}"] if info.differs else []),
+    ]
+
+
+def _model_json(info: ModelInfo, tree: Any) -> dict[str, Any]:
+    found = {name: value for name, value in dataclasses.asdict(info).items() if name != "config"}
+    return found if tree is None else {**found, "tree": str(tree)}

@@ -19,8 +19,9 @@ from tracewire.traces.output import (
     Waiting,
 )
 from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.wire.messages import Failure
 
-__all__ = ["event_line", "lifecycle_line", "short_value", "timestamp"]
+__all__ = ["event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
 
 
 _LAG = {
@@ -65,11 +66,16 @@ def event_line(event: Event) -> str:
     if isinstance(event, Gap):
         return f"(trimmed: the events after {event.since} up to {event.until})"
     if isinstance(event, Final):
-        error = f": {event.error.type}: {event.error.message}" if event.error else ""
+        error = f": {failure_text(event.error)}" if event.error else ""
         return f"{event.status}, {event.usage.completion_tokens} tokens{error}"
     saved = "  ".join(f"{name}={short_value(value)}" for name, value in event.delta.items())
     text = json.dumps(event.text, ensure_ascii=False)
     return f"{event.invoke}.{event.choice} {event.index:5d} {text}  {saved}".rstrip()
+
+
+def failure_text(failure: Failure | None) -> str:
+    """Why a trace did not end well, in one line; `""` for `None`."""
+    return "" if failure is None else f"{failure.type}: {failure.message}"
 
 
 def short_value(value: Any) -> str:
@@ -83,6 +89,15 @@ def short_value(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {short_value(item)}' for key, item in list(value.items())[:8])}}}"
     text = f"{value:.4g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+#: Control characters as the pictures that Unicode has of them; lines and tabs stay.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}
+
+
+def printable(text: str) -> str:
+    """A model's text for a terminal, on which control characters would move the cursor or do worse."""
+    return text.translate(_PICTURES)
 
 
 def timestamp(seconds: float) -> str:

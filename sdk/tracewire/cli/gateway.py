@@ -6,8 +6,7 @@ import argparse
 import os
 import signal
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,18 +16,23 @@ from typing import Any
 from tracewire.errors import LibraryMissing
 from tracewire_bus.logs import LOG_FORMATS, configure_logging
 
+from .commands import UsageError, add_command
+
 __all__ = ["add_gateway"]
 
 _NEEDS = ("fastapi", "prometheus_client", "pythonjsonlogger", "uvicorn")
 
 
-def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
+def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    gateway = commands.add_parser(
+    gateway = add_command(
+        commands,
         "gateway",
-        parents=[shared],
-        help="serve OpenAI's API and traces over HTTP",
-        description="Serve OpenAI's API and traces over HTTP. Any number of gateways can serve one bus.",
+        _gateway,
+        parents=parents,
+        help="serve OpenAI's API and traces over HTTP; any number of gateways can serve one bus",
+        exits={0: "a signal ended it, or a key was made", 1: "it could not serve"},
+        examples=("tracewire gateway --url redis://localhost --port 8080",),
     )
     add = gateway.add_argument
     add("--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1); others need --keys")
@@ -49,7 +53,7 @@ def add_gateway(commands: Any, shared: argparse.ArgumentParser) -> None:
     rights = "rights of the new key, separated by commas (default: read,steer,submit)"
     add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
     add("--tenant", default="", metavar="TENANT", help="tenant of the new key: the key sees this tenant's traces only")
-    gateway.set_defaults(run=_gateway, uvloop=find_spec("uvloop") is not None)
+    gateway.set_defaults(uvloop=find_spec("uvloop") is not None)
 
 
 def _bytes(text: str) -> int:
@@ -94,11 +98,9 @@ async def _gateway(options: argparse.Namespace) -> int:
         tracing = _exporting_spans() if options.tracing else nullcontext()
         server = Server(settings, binding)
     except InvalidKeys as error:
-        print(f"tracewire: {options.keys or '--new-key'}: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(f"{options.keys or '--new-key'}: {error}") from None
     except (OSError, ValueError) as error:
-        print(f"tracewire: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from None
     configure_logging(options.log_format)
     # uvicorn stops at these, and raises them again when it has stopped.
     for number in (signal.SIGTERM, signal.SIGINT):

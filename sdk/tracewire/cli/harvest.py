@@ -7,13 +7,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from tracewire.capture.intervention import Intervention
 from tracewire.client import connect
 from tracewire.errors import TracewireError
 from tracewire.progress import HarvestProgress
 from tracewire_bus.wire.messages import LogitLens, Probe
+
+from .blocks import BLOCK, load_block
+from .commands import UsageError, add_command
+from .printing import print_json
 
 __all__ = ["add_harvest"]
 
@@ -27,15 +31,18 @@ _OPTIONS = (
 )
 
 
-def add_harvest(commands: Any, shared: argparse.ArgumentParser) -> None:
+def add_harvest(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    harvest = commands.add_parser(
+    harvest = add_command(
+        commands,
         "harvest",
-        parents=[shared],
-        help="write the activations of a data set's prompts as shards of safetensors or Parquet",
-        description="Run each prompt of a data set, and write the model's activations to a folder or a URL. The same "
-        "command continues after an interruption. Exits with 0 if each prompt is in the result, with 3 if some failed, "
-        "with 1 for an error.",
+        _harvest,
+        parents=parents,
+        help="write the activations of a data set's prompts as shards of safetensors or Parquet; the same command "
+        "continues after an interruption",
+        exits={0: "each prompt is in the result", 3: "some prompts failed"},
+        json="an object at the end: to, prompts, failed (an object of reasons by key)",
+        examples=("tracewire harvest demo prompts.jsonl --to acts --read 'hs=residual(*)'",),
     )
     harvest.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
     harvest.add_argument(
@@ -48,7 +55,6 @@ def add_harvest(commands: Any, shared: argparse.ArgumentParser) -> None:
     _add_data(harvest)
     _add_filters(harvest)
     _add_bounds(harvest)
-    harvest.set_defaults(run=_harvest)
 
 
 def _add_reads(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +69,7 @@ def _add_reads(parser: argparse.ArgumentParser) -> None:
         help="a .npy file of [hidden] or [outputs, hidden]: the engine projects each read on it",
     )
     what = "keep the saves of a block in a Python file: @tracewire.intervention def NAME(model, tracer, live)"
-    group.add_argument("--block", metavar="FILE.py:NAME", help=what)
+    group.add_argument("--block", metavar=BLOCK, help=what)
     group.add_argument(
         "--at",
         choices=("all", "prompt", "generated", "last"),
@@ -132,18 +138,16 @@ async def _harvest(options: argparse.Namespace) -> int:
     """Returns 0 if each prompt is in the result, 3 if some failed."""
     try:
         interventions = _interventions(options)
-        block = None if options.block is None else _block(options.block)
+        block = None if options.block is None else load_block(options.block)
     except (OSError, ValueError) as error:
-        print(f"tracewire: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from None
     if not interventions and block is None:
-        print("tracewire: nothing is read: give --read AT, --lens AT or --block FILE.py:NAME", file=sys.stderr)
-        return 2
+        raise UsageError("nothing is read: give --read AT, --lens AT or --block FILE.py::NAME")
     given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     shown = _Shown()
     async with connect(options.url, prefix=options.prefix) as client:
         try:
-            done = await client.harvest(
+            await client.harvest(
                 options.model,
                 _data(options),
                 interventions,
@@ -156,18 +160,21 @@ async def _harvest(options: argparse.Namespace) -> int:
         except (TypeError, ValueError) as error:
             if isinstance(error, TracewireError):
                 raise
-            print(f"tracewire: {error}", file=sys.stderr)
-            return 2
+            raise UsageError(str(error)) from None
         finally:
             shown.end()
-    return _summary(options.to, options.storage_options, done)
+    return _summary(options)
 
 
-def _summary(to: str, storage_options: dict[str, Any] | None, done: HarvestProgress) -> int:
+def _summary(options: argparse.Namespace) -> int:
     from tracewire.harvest import open
 
-    harvested = open(to, storage_options=storage_options)
-    print(f"{to}: {len(harvested)} prompts, {len(harvested.failed)} failed", flush=True)
+    harvested = open(options.to, storage_options=options.storage_options)
+    if options.json:
+        failed = {str(key): reason for key, reason in harvested.failed.items()}
+        print_json({"to": options.to, "prompts": len(harvested), "failed": failed})
+    else:
+        print(f"{options.to}: {len(harvested)} prompts, {len(harvested.failed)} failed", flush=True)
     for key, reason in list(harvested.failed.items())[:10]:
         print(f"tracewire: prompt {key!r} failed: {reason}", file=sys.stderr)
     return 3 if harvested.failed else 0
@@ -198,26 +205,6 @@ def _interventions(options: argparse.Namespace) -> list[Any]:
         *(Probe(name=name, at=at, weight=weight, positions=options.at) for name, at in reads),
         *(LogitLens(name=name, at=at, top_k=options.lens_top_k, positions=options.at) for name, at in lenses),
     ]
-
-
-def _block(text: str) -> Any:
-    """The block of a Python file that `text` names as `FILE.py:NAME`.
-
-    Raises:
-        ValueError: there is no such block.
-    """
-    from importlib import util
-
-    path, _, name = text.rpartition(":")
-    spec = util.spec_from_file_location("harvested_block", path) if path.endswith(".py") else None
-    if spec is None or spec.loader is None:
-        raise ValueError(f"--block: expected FILE.py:NAME, got {text!r}")
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    block = getattr(module, name, None)
-    if not isinstance(block, Intervention):
-        raise ValueError(f"--block: {path} has no block {name!r}: decorate it with @tracewire.intervention")
-    return block
 
 
 def _named(text: str, kind: str, number: int) -> tuple[str, str]:

@@ -17,16 +17,31 @@ import anyio
 
 from tracewire.errors import TracewireError
 
+from .chat import add_chat
+from .commands import Parser, UsageError
+from .completion import add_completion, complete
+from .control import add_control
 from .dead import add_dead
+from .doctor import add_doctor
 from .edits import add_edits
 from .engines import add_engines
+from .export import add_export
 from .gateway import add_gateway
 from .harvest import add_harvest
+from .redis import add_redis
+from .replay import add_replay
+from .run import add_run
+from .top import add_top
 from .traces import add_watch
+from .up import add_up
 
 __all__ = ["build_parser", "main"]
 
 GROUP = "tracewire.commands"
+
+#: The subcommand of the engine's packages, which the documentation shows.
+_ENGINE = "engine"
+_ENGINE_HELP = "serve a model: tracewire engine MODEL; needs tracewire[engine-gpu] or [engine-cpu]"
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -36,35 +51,76 @@ def _commands() -> dict[str, EntryPoint]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: the subcommand's, or 1 for an error that was printed."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[:1] in (["--version"], ["-V"]):
+        return _print_version()
     parser, own = _built()
-    if argv and not argv[0].startswith("-"):
-        # No package replaces a subcommand of this one.
-        if argv[0] not in own and (found := _commands().get(argv[0])) is not None:
+    complete(parser)
+    if not argv:
+        parser.print_help()
+        return 0
+    if not argv[0].startswith("-") and argv[0] not in own:
+        if (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
-        if argv[0] == "engine":
-            # The documentation shows this subcommand, which comes with the engine's packages.
+        if argv[0] == _ENGINE:
             print(
                 "tracewire: no engine is installed here: pip install 'tracewire[engine-gpu]', or [engine-cpu]",
                 file=sys.stderr,
             )
             return 2
-    options = parser.parse_args(argv)
+    return _run(_parsed(parser, argv))
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    options, more = parser.parse_known_args(argv)
+    if more and not getattr(options, "takes_more", False):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    options.more = more
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         backend = {"use_uvloop": getattr(options, "uvloop", False)}
         status = int(anyio.run(options.run, options, backend_options=backend))
         # Flushed here: the interpreter prints an error if it cannot flush at its end.
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # The reader of the pipe has closed it, as `head` does when it has enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except TracewireError as error:
-        print(f"tracewire: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    except BaseException as error:
+        return _status_of(_single(error))
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one error in a group of one, as a task group raises it; any other error itself."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _status_of(error: BaseException) -> int:
+    """Print an error that the user can mend, and return the exit status; raise any other."""
+    match error:
+        case BrokenPipeError():
+            # The reader of the pipe has closed it, as `head` does when it has enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        case UsageError():
+            print(f"tracewire: {error}", file=sys.stderr)
+            return 2
+        case TracewireError():
+            print(f"tracewire: {error}", file=sys.stderr)
+            return 1
+        case KeyboardInterrupt():
+            return 130
+    raise error
+
+
+def _print_version() -> int:
+    # Imported here: it takes a moment, and no other command needs it.
+    from importlib.metadata import version
+
+    print(f"tracewire {version('tracewire')}")
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,51 +129,33 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
-    """The parser of this package's own subcommands, and their names."""
-    more = ", ".join(sorted(_commands())) or "none"
-    parser = argparse.ArgumentParser(
+    """The parser of all subcommands, and the names of this package's own."""
+    parser = Parser(
         prog="tracewire",
-        description="Submit interventions on running language models, and watch them live.",
-        epilog=f"Subcommands of installed packages: {more}.",
+        description="Run interventions on language models that engines serve, and watch and steer each generation.",
+        epilog="Start here: tracewire up demo. Each command has a --help with examples and its exit statuses.",
     )
+    parser.add_argument("-V", "--version", action="store_true", help="print the version")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", help="Redis URL (default: $TRACEWIRE_URL)")
     shared.add_argument("--prefix", default="tw", help="prefix of all keys on Redis (default: tw)")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    parents = (shared,)
 
-    add_engines(commands, shared)
-    add_watch(commands, shared)
-    add_harvest(commands, shared)
-    add_edits(commands, shared)
-    add_dead(commands, shared)
-    add_gateway(commands, shared)
-    redis = commands.add_parser("redis", help="run a private Redis and print its URL; ends on SIGTERM or SIGINT")
-    what = "listen on this port of 127.0.0.1 (default: a unix socket)"
-    redis.add_argument("--port", type=_port, default=0, metavar="PORT", help=what)
-    redis.set_defaults(run=_redis)
-    return parser, commands.choices
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 < port < 1 << 16:
-        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, got {text}")
-    return port
-
-
-async def _redis(options: argparse.Namespace) -> int:
-    from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError
-
-    try:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async with EmbeddedServer.start(port=options.port) as server:
-                print(server.url, flush=True)
-                async for _ in signals:
-                    break
-    except EmbeddedServerError as error:
-        print(f"tracewire: {error}", file=sys.stderr)
-        return 1
-    return 0
+    add_up(commands, parents)
+    for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
+        add(commands, parents)
+    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway):
+        add(commands, parents)
+    add_redis(commands)
+    add_completion(commands)
+    own = frozenset(commands.choices)
+    for name, entry in sorted({_ENGINE: None, **_commands()}.items()):
+        if name not in own:
+            # Listed in the help; `main` hands their arguments to their own parsers.
+            what = _ENGINE_HELP if name == _ENGINE else f"a command of an installed package: {entry.value}"  # type: ignore[union-attr]
+            commands._choices_actions.append(commands._ChoicesPseudoAction(name, (), what))
+    return parser, own
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ class Place:
             ["sh", str(DEPLOY / "redis" / "start.sh"), *self._arguments, "--port", str(self.port)],
             stdout=subprocess.DEVNULL,
             env=environment,
-            preexec_fn=embedded._die_with_parent(),
+            preexec_fn=embedded.die_with_parent(),
         )
 
     def stop(self) -> None:

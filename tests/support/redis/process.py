@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from tracewire_bus.transport.embedded import _binary, _die_with_parent
+from tracewire_bus.transport.embedded import _binary, die_with_parent
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.loops import Loop, running_loop
 from tracewire_bus.transport.server import Server
@@ -88,7 +88,7 @@ class RedisServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         with anyio.fail_after(60):
             while True:

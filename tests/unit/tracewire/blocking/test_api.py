@@ -87,6 +87,7 @@ async def test_resources_are_listed(serving: Any) -> None:
             assert [info.name for info in client.models.list()] == ["tiny"]
             assert list(client.dead_letters.list(limit=3)) == []
             assert list(client.watch_groups.list()) == []
+            assert client.server.info().mode == "standalone"
             edits = client.edits("tiny")
             edits.install("a", interventions=[tracewire.Probe("p", "residual(0)")], timeout=0)
             assert [edit.name for edit in edits.list()] == ["a"]

@@ -34,6 +34,10 @@ async def test_the_command(
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == [id_, other]
     assert lines[0][2:] == ["tiny", trace, "each engine was lost"]
+    assert await command("dead", "list", "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["id"], first["trace_id"], first["reason"]) == (id_, trace, "each engine was lost")
+    assert set(second) == {"id", "time", "model", "trace_id", "reason"}
     assert await command("dead", "list", "--model", "another") == 0
     assert capsys.readouterr().out == ""
     assert await command("dead", "show", id_) == 0
@@ -46,6 +50,12 @@ async def test_the_command(
             while not engine.taken:
                 await anyio.lowlevel.checkpoint()
         assert said == f"{id_} resubmitted as trace {engine.taken[0].trace}"
+        assert await command("dead", "resubmit", other, "--json") == 0
+        again = json.loads(capsys.readouterr().out)
+        assert again["id"] == other
+        assert await client.subscribe(again["trace_id"]).result()
+    await dead(client, bus, redis_url, prefix)
+    (other,) = [letter.id async for letter in client.dead_letters.list()]
     assert await command("dead", "drop", other) == 0
     assert await command("dead", "drop", other) == 1
     assert "no dead letter" in capsys.readouterr().err

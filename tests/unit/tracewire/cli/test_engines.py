@@ -6,6 +6,7 @@
 # ruff: noqa: ASYNC220
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from tests.support.bus_engine import BusEngine, engine_info, tiny
 from tests.support.drained import run_command, started, whole
 from tests.support.scripted_engine import info, serving
 from tests.support.stepping import free
-from tracewire import Client
+from tracewire import Client, ModelInfo
 from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
@@ -43,6 +44,17 @@ async def test_models_lists_what_is_served(
         assert "4 x LlamaDecoderLayer" in capsys.readouterr().out
 
 
+async def test_models_as_json(redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async with BusEngine.running(redis_url, prefix, tiny, engine_info(engine="e1")):
+        assert await command("models", "--json", "--url", redis_url, "--prefix", prefix) == 0
+        (shown,) = json.loads(capsys.readouterr().out)
+        assert (shown["name"], shown["engines"], shown["layer_count"]) == ("tiny", ["e1"], 4)
+        assert set(shown) == {field.name for field in dataclasses.fields(ModelInfo)} - {"config"}
+        assert await command("models", "--json", "--tree", "--url", redis_url, "--prefix", prefix) == 0
+        (shown,) = json.loads(capsys.readouterr().out)
+        assert "4 x LlamaDecoderLayer" in shown["tree"]
+
+
 PATIENCE = 20
 
 
@@ -51,7 +63,7 @@ async def test_the_command_lists_probes_and_drains(
 ) -> None:
     where = ("--url", embedded, "--prefix", prefix)
     assert await run_command("ready", *where) == 1
-    assert capsys.readouterr().err == "tracewire: no engine serves\n"
+    assert capsys.readouterr().err == "tracewire: no ready engine (tracewire engines lists them)\n"
     assert await run_command("drain", "nobody", *where) == 1
     assert "no engine is called 'nobody'" in capsys.readouterr().err
     assert await run_command("drain", *where) == 2
@@ -79,15 +91,24 @@ async def test_the_command_lists_probes_and_drains(
         assert await run_command("engines", "--json", "--model", "tiny", *where) == 0
         (said,) = json.loads(capsys.readouterr().out)
         assert (said["name"], said["model"], said["state"], said["capacity"]) == ("scripted", "tiny", "serving", 256)
-        assert await run_command("drain", "--host", *where) == 0
+        assert await run_command("ready", "--json", *where) == 0
+        assert json.loads(capsys.readouterr().out) == {"ready": True, "engine": "scripted", "state": "serving"}
+        assert await run_command("drain", "scripted", "--no-wait", *where) == 0
+        assert capsys.readouterr() == ("scripted: asked to drain; it runs 0 traces\n", "")
+        assert await run_command("drain", "--host", "--json", *where) == 0
         said = capsys.readouterr()
-        assert said.out.splitlines() == ["scripted: asked to drain; it runs 0 traces", "scripted: has left"]
+        assert [json.loads(line) for line in said.out.splitlines()] == [
+            {"engine": "scripted", "event": "draining", "running": 0},
+            {"engine": "scripted", "event": "left", "running": 0},
+        ]
         assert said.err == ""
         assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
     assert await run_command("ready", *where) == 1
+    assert await run_command("ready", "--json", *where) == 1
+    assert json.loads(capsys.readouterr().out) == {"ready": False, "engine": None, "state": None}
 
 
 async def test_draining_the_last_engine_with_work_waiting_is_warned_of(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracewire.cli.format import lifecycle_line, short_value, timestamp
+from tracewire.cli.format import lifecycle_line, printable, short_value, timestamp
 from tracewire_bus.store.lifecycle import Lifecycle
 
 
@@ -43,3 +43,7 @@ def test_a_time_is_in_utc_to_the_millisecond() -> None:
 def test_what_becomes_of_a_trace_has_its_columns(fields: dict[str, Any], more: str) -> None:
     columns = lifecycle_line(Lifecycle(trace_id="t", model="tiny", **fields)).split("\t")
     assert columns == ["1970-01-01T00:00:00.000Z", fields["type"], "t", "tiny", *([more] if more else [])]
+
+
+def test_control_characters_are_pictures() -> None:
+    assert printable("a\x1b[1m\n\tb\x00\x7f\x9b\r") == "a␛[1m\n\tb␀␡␛␍"

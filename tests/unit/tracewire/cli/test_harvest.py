@@ -107,14 +107,14 @@ async def test_a_block_of_a_file(command: Callable[..., Any], engine: Callable[.
     async with engine(reads) as serving:
         assert await command("--block", f"{file}:watch") == 0
         assert serving.taken[0].block.name == "watch"
-        for wrong in (f"{file}:other", str(file), f"{tmp_path / 'none.py'}:watch"):
+        for wrong in (f"{file}::other", str(tmp_path), f"{tmp_path / 'none.py'}:watch"):
             assert await command("--block", wrong) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing is read: give --read AT, --lens AT or --block FILE.py:NAME"),
+        ((), "nothing is read: give --read AT, --lens AT or --block FILE.py::NAME"),
         (("--read", "residual(0)", "--project", "none.npy"), "No such file"),
         (("--read", "residual(0)", "--every", "0"), "every: expected a positive integer"),
     ],
@@ -136,6 +136,17 @@ def test_options_that_do_not_parse(option: tuple[str, str], capsys: pytest.Captu
     with pytest.raises(SystemExit):
         cli.main(["harvest", "tiny", "a.jsonl", "--to", "acts", *option])
     assert option[0] in capsys.readouterr().err
+
+
+async def test_the_summary_as_json(
+    command: Callable[..., Any], engine: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engine(reads):
+        assert await command("--read", "hs=residual(*)", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"to", "prompts", "failed"}
+    assert found["prompts"] > 0
+    assert found["failed"] == {}
 
 
 async def test_an_error_ends_it_with_1(

@@ -1,30 +1,21 @@
 """The command: thin over the client, and open to subcommands of installed packages."""
 
-# ruff: noqa: ASYNC220, ASYNC240
-
-# ruff: noqa: ASYNC220, ASYNC240
 from __future__ import annotations
 
+import argparse
 import os
-import signal
-import socket
+import re
 import subprocess
 import sys
-from functools import partial
-from importlib.metadata import EntryPoint
-from pathlib import Path
+from importlib.metadata import EntryPoint, version
 
 import anyio
-import anyio.to_thread
 import pytest
 
 import tracewire
+from tests.support.cli import command
 from tracewire.cli import main as cli
-
-
-async def command(*arguments: str) -> int:
-    """Run the command as a program would, with an event loop of its own."""
-    return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+from tracewire.cli.commands import UsageError
 
 
 @pytest.mark.parametrize(
@@ -69,7 +60,7 @@ def test_subcommands_of_other_packages(capsys: pytest.CaptureFixture[str], monke
     with pytest.raises(SystemExit) as left:
         cli.main(["--help"])
     assert left.value.code == 0
-    assert "Subcommands of installed packages: extra" in capsys.readouterr().out.replace("\n", " ")
+    assert re.search(r"^    extra +a command of an installed package", capsys.readouterr().out, re.MULTILINE)
 
 
 def extra(arguments: list[str]) -> int:
@@ -87,52 +78,56 @@ def test_an_engine_that_is_not_installed(capsys: pytest.CaptureFixture[str], mon
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_redis_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tracewire.cli", "redis"], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        path = Path(url.removeprefix("unix://"))
-        assert path.exists()
-        async with tracewire.connect(url) as client:
-            assert await client.models.list() == []
-        process.send_signal(number)
-        assert await anyio.to_thread.run_sync(process.wait, 20) == 0
-        assert not path.parent.exists()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--version", "-V"):
+        assert cli.main([option]) == 0
+        assert capsys.readouterr().out == f"tracewire {version('tracewire')}\n"
 
 
-async def test_redis_listens_on_a_port(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_the_version_imports_no_more_than_the_client() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tracewire.cli", "redis", "--port", str(port)],
-        stdout=subprocess.PIPE,
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tracewire.cli", "--version"],
+        capture_output=True,
         text=True,
         env=environment,
+        check=True,
     )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"redis://127.0.0.1:{port}\n"
-        async with tracewire.connect(f"redis://localhost:{port}") as client:
-            assert await client.models.list() == []
-        process.send_signal(signal.SIGTERM)
-        assert await anyio.to_thread.run_sync(process.wait, 20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    with pytest.raises(tracewire.BusUnavailable, match=f"start one with `tracewire redis --port {port}`"):
-        await tracewire.connect(f"redis://localhost:{port}")
-    with pytest.raises(SystemExit):
-        cli.main(["redis", "--port", "70000"])
-    assert "expected a port from 1 to 65535, got 70000" in capsys.readouterr().err
+    roots = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
+    assert "tracewire" in roots
+    assert not roots & {"rich", "argcomplete", "numpy", "redis", "fastapi", "torch", "vllm", "tracewire_engine"}
+
+
+def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "Start here: tracewire up demo" in shown.replace("\n", " ")
+    assert re.search(r"^    engine  +serve a model", shown, re.MULTILINE)
+
+
+def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["nothing"], ["models", "--nothing"], ["models", "nothing"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(words)
+        assert left.value.code == 2
+        assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (UsageError("x"), 2), (tracewire.TracewireError("x"), 1)],
+)
+def test_an_error_in_a_task_group_is_that_error(error: BaseException, status: int) -> None:
+    async def run(options: argparse.Namespace) -> int:
+        async with anyio.create_task_group():
+            raise error
+
+    assert cli._run(argparse.Namespace(run=run)) == status
+
+
+def test_a_defect_is_not_hidden() -> None:
+    async def run(options: argparse.Namespace) -> int:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli._run(argparse.Namespace(run=run))

@@ -5,6 +5,7 @@
 # ruff: noqa: ASYNC220
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -45,6 +46,36 @@ async def test_watch_prints_a_trace_to_its_end(
         options = ("--names", "other", "--since", "1-2")
         assert await command("watch", trace.id, "--url", redis_url, "--prefix", prefix, *options) == 0
         assert capsys.readouterr().out.splitlines() == ['0.0     2 " three"', "finished, 3 tokens"]
+
+
+async def test_watch_as_json(client: Client, redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async with BusEngine.running(redis_url, prefix, tiny):
+        async with client.trace("tiny", "hello") as trace:
+            await trace.result()
+        assert await command("watch", trace.id, "--json", "--url", redis_url, "--prefix", prefix) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["type"] for event in events] == ["accepted", "output", "output", "output", "final"]
+    assert events[1]["delta"] == {"scores": [0.0]}
+
+
+async def test_lifecycle_events_as_json(client: Client, redis_url: str, prefix: str) -> None:
+    async with BusEngine.running(redis_url, prefix, tiny), client.trace("tiny", "hello") as trace:
+        await trace.result()
+    arguments = ("watch", "--json", "--since", "start", "--url", redis_url, "--prefix", prefix)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "tracewire.cli", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    try:
+        assert watching.stdout is not None
+        events = [json.loads(await anyio.to_thread.run_sync(watching.stdout.readline)) for _ in range(3)]
+    finally:
+        watching.kill()
+        watching.communicate()
+    assert [event["type"] for event in events] == ["queued", "accepted", "final"]
+    assert {event["trace_id"] for event in events} == {trace.id}
 
 
 async def test_watch_tells_how_a_trace_failed(

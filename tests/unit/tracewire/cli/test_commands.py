@@ -1,0 +1,81 @@
+"""How subcommands are declared, and the page that lists them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.command_page import page
+from tracewire.cli.commands import EXITS, Parser, add_command, add_group, exits_of, subparsers_of
+from tracewire.cli.main import build_parser
+
+
+async def nothing(options: argparse.Namespace) -> int:
+    return 0
+
+
+def test_help_has_examples_to_copy_and_exit_statuses() -> None:
+    parser = Parser(prog="tracewire")
+    commands = parser.add_subparsers()
+    added = add_command(
+        commands,
+        "do",
+        nothing,
+        parents=(),
+        help="do a thing",
+        exits={3: "some were not done"},
+        examples=(f"tracewire do {'x' * 200}",),
+        json="an object",
+    )
+    text = added.format_help()
+    assert "Do a thing." in text
+    assert f"example: tracewire do {'x' * 200}\n" in text
+    assert re.search(r"exit\s+status:\s+0: .* 1: .* 2: .* 3:\s+some\s+were\s+not\s+done", text, re.DOTALL)
+    assert "print an object" in text
+    assert exits_of(added) == {0: EXITS[0], 1: EXITS[1], 2: EXITS[2], 3: "some were not done"}
+
+
+def test_an_error_is_one_line_that_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="tracewire x")
+    parser.add_argument("--number", type=int)
+    for words in (["--number", "y"], ["--numb", "3"]):
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(words)
+        assert left.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("tracewire x: error: ")
+        assert error.endswith("(see tracewire x --help)\n")
+        assert error.count("\n") == 1
+
+
+def test_groups_have_subcommands() -> None:
+    parser = Parser(prog="tracewire")
+    commands = parser.add_subparsers()
+    actions = add_group(commands, "many", "many things")
+    add_command(actions, "a", nothing, parents=(), help="a")
+    add_command(commands, "b", nothing, parents=(), help="b")
+    assert list(subparsers_of(parser)) == ["many a", "b"]
+
+
+def test_every_command_has_help_for_all_of_its_options() -> None:
+    for name, parser in subparsers_of(build_parser()).items():
+        assert parser.description, name
+        for action in parser._actions:
+            assert action.help or not action.option_strings, f"{name} {action.dest}"
+
+
+def test_every_command_that_prints_data_prints_json() -> None:
+    """The others serve, print code for a shell, or change something without a word."""
+    without = {
+        name for name, parser in subparsers_of(build_parser()).items() if "--json" not in parser._option_string_actions
+    }
+    assert without == {"completion", "dead drop", "edits remove", "gateway", "redis"}
+
+
+def test_the_page_lists_every_command_with_its_exit_statuses() -> None:
+    """`python -m tests.support.command_page` writes the table anew."""
+    found = (ROOT / "docs" / "cli.md").read_text()
+    assert found == page(found)

@@ -1,0 +1,113 @@
+"""How commands print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bus_engine import tiny
+from tests.support.cli import command
+from tests.support.terminal import on_terminal, snapshot_of
+from tracewire.cli.printing import no_engines, print_json, print_json_line, print_rows, remark
+
+
+def test_columns_have_tabs_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows(("a", "b"), [(1, "x"), (2, "")])
+    print_rows(("a", "b"), [])
+    assert capsys.readouterr().out == "1\tx\n2\n"
+
+
+async def test_a_terminal_gets_a_table(engine: Callable[..., Any], redis_url: str, prefix: str) -> None:
+    async with engine(tiny):
+        with on_terminal("models", "--prefix", prefix, TRACEWIRE_URL=redis_url) as terminal:
+            assert await terminal.wait_end() == 0
+            shown, kept = snapshot_of("models", terminal.text())
+    assert shown == kept
+
+
+def test_json_is_a_document_or_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": ["ä"]})
+    print_json_line({"a": "x\ny"})
+    document, line = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json.loads(document) == {"a": ["ä"]}
+    assert json.loads(line) == {"a": "x\ny"}
+
+
+def test_remarks_do_not_mix_with_data(capsys: pytest.CaptureFixture[str]) -> None:
+    remark("a remark")
+    no_engines("redis://user:secret@host", "llama")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "secret" not in shown.err
+    assert "No engines of 'llama' on redis://" in shown.err
+    assert "Start one: tracewire engine llama" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("models",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
+        (("engines",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
+        (("engines", "--model", "a"), "No engines of 'a' on {url}. Start one: tracewire engine a --url {url}\n"),
+        (("dead", "list"), "No dead letters on {url}.\n"),
+        (("dead", "list", "--model", "a"), "No dead letters of 'a' on {url}.\n"),
+        (
+            ("edits", "list", "a"),
+            "No edits of 'a' on {url}. Install one: tracewire edits install --help\n"
+            "No engines of 'a' on {url}. Start one: tracewire engine a --url {url}\n",
+        ),
+        (("top",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
+    ],
+)
+async def test_an_empty_bus_says_so_and_what_to_start(
+    redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    options = ("--interval", "0.05") if words == ("top",) else ()
+    assert await command(*words, *options, "--url", redis_url, "--prefix", prefix) == 0
+    assert capsys.readouterr() == ("", says.format(url=redis_url))
+
+
+@pytest.mark.parametrize("words", [("models",), ("engines",), ("dead", "list"), ("edits", "list", "a")])
+async def test_an_empty_bus_is_an_empty_list_as_json(
+    redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert await command(*words, "--json", "--url", redis_url, "--prefix", prefix) == 0
+    assert capsys.readouterr() == ("[]\n", "")
+
+
+async def test_a_terminal_without_rich_gets_plain_lines(
+    engine: Callable[..., Any], redis_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """As without the extra `cli`: a module that cannot be found stands in its place."""
+    hidden = "import importlib.util as u\nfound = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *more: None if name == 'rich' else found(name, *more)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    path = os.pathsep.join([str(tmp_path), *(one for one in sys.path if one)])
+    async with engine(tiny):
+        with on_terminal("models", "--prefix", prefix, TRACEWIRE_URL=redis_url, PYTHONPATH=path) as terminal:
+            assert await terminal.wait_end() == 0
+            assert terminal.text().split() == (
+                [
+                    "tiny",
+                    "1",
+                    "engine",
+                    "0",
+                    "of",
+                    "16",
+                    "traces",
+                    "bfloat16",
+                    "4",
+                    "layers",
+                    "of",
+                    "8",
+                    "128",
+                    "tokens",
+                ]
+            )
+            assert "model" not in terminal.text()
