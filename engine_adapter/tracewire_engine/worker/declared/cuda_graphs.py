@@ -9,15 +9,16 @@ capture puts each tap between two segments of the graph. Versions of vLLM differ
 
 With any version, the worker replaces the wrapper of FULL graphs by one that captures two graphs of each batch size. One
 breaks at the taps. The other is whole, and kernels serve its taps (`tap_buffers.py`). Each step replays the one that
-its interventions fit. The worker looks for graphs without a tap before the engine serves: such a graph would answer
-requests without interventions and without an error.
+its interventions fit. An engine runs its first such steps by both graphs and compares (`graph_proof.py`). The worker
+looks for graphs without a tap before the engine serves: such a graph would answer requests without interventions and
+without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 __all__ = ["TapServing", "breakable_throughout", "current_capture", "without_taps"]
@@ -40,6 +41,10 @@ class TapServing(Protocol):
 
     def fits_whole_graph(self) -> bool:
         """Whether the step under way can run as a whole graph."""
+        ...
+
+    def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any]) -> Any:
+        """Run a step that fits, by one of the graphs or by both. Returns the output that counts."""
         ...
 
 
@@ -69,9 +74,10 @@ def _two_graphs() -> Callable[..., Any]:
                 with self._serving.whole_graph():
                     self.whole(*args, **kwargs)
                 return output
+            broken = partial(super().__call__, *args, **kwargs)
             if self._serving.fits_whole_graph():
-                return self.whole(*args, **kwargs)
-            return super().__call__(*args, **kwargs)
+                return self._serving.run_whole(partial(self.whole, *args, **kwargs), broken)
+            return broken()
 
     return TwoGraphs
 

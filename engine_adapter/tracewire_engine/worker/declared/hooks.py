@@ -116,6 +116,13 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         """Whether the step under way can run as a whole graph. If so, the kernels at the taps are set up for it."""
         return not self.busy and not self.skipped and self.declared.fits_buffers(serving=self.interleaving)
 
+    def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any]) -> Any:
+        """Run a step that fits a whole graph, by both graphs until that is proven. Returns the output that counts."""
+        if not self.interleaving:
+            # A step that vLLM makes up proves nothing.
+            return whole()
+        return self.declared.run_whole(whole, broken, self.batcher.total)
+
     def replay(self, location: str, live: Any) -> None:
         # In most steps no block waits at a tap, so nnsight's own replay is not needed.
         hook = self.declared.hooks.get(location)

@@ -23,6 +23,7 @@ from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 
+from .graph_proof import GraphProof, tensors_in
 from .groups import (
     Arrangement,
     Collector,
@@ -195,6 +196,7 @@ class DeclaredRequests:
         self.ranks: Ranks | None = None
         #: On an engine whose CUDA graphs have taps.
         self.buffers: TapBuffers | None = None
+        self.proof = GraphProof()
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Add the declared interventions of a new request, by the scheduler's name of the request."""
@@ -304,6 +306,38 @@ class DeclaredRequests:
         for hook in plan.hooks.values():
             hook.reached = True
         return True
+
+    def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any], total: int) -> Any:
+        """Run a step for which `fits_buffers` has just said yes: by the whole graph, or by both until that is proven.
+
+        Returns the output that counts. `total` is how many tokens the step computes.
+        """
+        plan = self.plan if self.hooks else None
+        table = None if plan is None else plan.table
+        if self.proof.holds(table):
+            return whole()
+        # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
+        mine: list[Any] = [tensor[:total].clone() for tensor in tensors_in(whole())]
+        if plan is not None:
+            self._read_buffers(plan)
+            mine += self._taken(plan)
+            plan.buffered = False
+        output = broken()
+        theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
+        if plan is not None:
+            theirs += [found for collector in plan.collectors for found in collector.found]
+        self.proof.compare(table, mine, theirs)
+        if self.proof.failed:
+            self.buffers = None
+        return output
+
+    @staticmethod
+    def _taken(plan: _Plan) -> list[torch.Tensor | None]:
+        """Copies of the step's reads so far, which are dropped."""
+        found = [one if one is None else one.clone() for collector in plan.collectors for one in collector.found]
+        for collector in plan.collectors:
+            collector.reset()
+        return found
 
     def _read_buffers(self, plan: _Plan) -> None:
         """Take the step's reads from the buffers, unless that was done."""

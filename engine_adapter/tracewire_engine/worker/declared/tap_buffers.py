@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -49,6 +50,13 @@ class StepTable:
         self._width = width
         self._places = places
         self._used = 0
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """What the kernels do in steps with this table: `"reads"` and `"edits"`, or `"plain"`. For a complete table."""
+        flags = self.numbers[0]
+        found = [name for name, flag in (("reads", READ), ("edits", ADD)) if np.any(flags & flag)]
+        return frozenset(found or ["plain"])
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
@@ -201,16 +209,19 @@ def made_buffers(
     sums: bool,
     sharded: Callable[[str], bool],
 ) -> TapBuffers | None:
-    """The buffers of a worker with vLLM's configuration; `None` where there are no CUDA graphs, or the kernel fails.
+    """The buffers of a worker with vLLM's configuration; `None` where no whole graphs can be used, or the kernel fails.
 
     The kernel is compiled here, because nothing can be compiled while a graph is captured.
     """
     sizes = config.compilation_config.cudagraph_capture_sizes or ()
     if device.type != "cuda" or not sizes:
         return None
+    model = config.model_config
+    if any(getattr(model, name, False) for name in ("is_hybrid", "has_inner_state", "is_attention_free")):
+        # A step of a model with a recurrent state cannot run twice, as `graph_proof.py` needs.
+        return None
     most = config.scheduler_config.max_num_seqs
     rows = min((size for size in sizes if size >= most), default=max(sizes))
-    model = config.model_config
     try:
         from .tap_kernel import serve_rows
 

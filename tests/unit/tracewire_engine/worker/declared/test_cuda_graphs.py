@@ -100,6 +100,8 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     served = Served(monkeypatch)
     declared = served.interleaver.declared
     declared.buffers = TapBuffers([TAP], 4, 8, torch.float32, torch.device("cpu"), serve_rows)
+    served.interleaver.batcher = SimpleNamespace(total=4)
+    declared.proof._left.clear()
     launched = mock.Mock(wraps=declared.buffers.launch)
     monkeypatch.setattr(declared.buffers, "launch", launched)
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
@@ -111,6 +113,11 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     entered = len(served.replayed)
     served.run(served.mode.FULL)
     assert len(served.replayed) == entered
+    # Both graphs run until they are proven to come to the same.
+    declared.proof._left["plain"] = 1
+    served.run(served.mode.FULL)
+    assert len(served.replayed) == entered + 1
+    entered += 1
     # A block waits, or the step's interventions do not fit: the graph breaks.
     served.interleaver.busy = True
     served.run(served.mode.FULL)

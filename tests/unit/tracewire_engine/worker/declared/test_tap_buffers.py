@@ -209,6 +209,9 @@ def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
     assert not declared.fits_buffers(serving=True)
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]))
     assert made_buffers(TAPS, config, CPU, sums=True, sharded=lambda _: False) is None
+    # A model whose step cannot run twice.
+    config.model_config = SimpleNamespace(is_hybrid=True)
+    assert made_buffers(TAPS, config, torch.device("cuda"), sums=True, sharded=lambda _: False) is None
 
 
 def test_a_vector_of_another_width_ends_its_own_request() -> None:

@@ -1,0 +1,91 @@
+"""Proves that whole CUDA graphs come to what graphs with breaks come to, before an engine relies on them.
+
+Each engine has another model, GPU, and versions of vLLM, PyTorch and Triton. So the first steps that fit a whole graph
+run by both graphs, and the graph with breaks counts. A step proves what it uses: reads, edits, or neither. If the
+graphs differ, the engine logs an error, and runs every step by the graph with breaks. Both graphs write the same keys
+and values to the same places of the KV cache, so the second run of a step changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from .tap_buffers import StepTable
+
+__all__ = ["GraphProof", "tensors_in"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+#: How many steps prove a use.
+_STEPS: Final = 2
+#: The greatest difference that rounding explains, relative to the greatest value.
+_TOLERANCE: Final = 0.02
+
+
+class GraphProof:
+    """Which uses of whole graphs are proven on this engine.
+
+    Attributes:
+        failed: whether the graphs have differed.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        #: By use, how many steps are to prove it yet; without those that are proven.
+        self._left = dict.fromkeys(("plain", "reads", "edits"), _STEPS)
+
+    def holds(self, table: StepTable | None) -> bool:
+        """Whether the uses of a step with this table are proven."""
+        return not self._left or self._left.keys().isdisjoint(_uses(table))
+
+    def compare(self, table: StepTable | None, whole: Sequence[Any], broken: Sequence[Any]) -> None:
+        """Compare what the two graphs have come to in a step: tensors in the same order, or `None`."""
+        for mine, other in zip(whole, broken, strict=True):
+            apart = _difference(mine, other)
+            if apart > _TOLERANCE:
+                self.failed = True
+                logger.error(
+                    "CUDA graphs that are whole differ by %.3g from those that stop at the taps (in %s): every step of "
+                    "this engine stops at each tap",
+                    *(apart, " and ".join(sorted(_uses(table)))),
+                )
+                return
+        for use in self._left.keys() & _uses(table):
+            self._left[use] -= 1
+            if not self._left[use]:
+                del self._left[use]
+
+
+def _uses(table: StepTable | None) -> frozenset[str]:
+    return frozenset(("plain",)) if table is None else table.uses
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape:
+        return float("inf")
+    one, other = one.float(), other.float()
+    if torch.equal(one, other) or not one.numel():
+        return 0.0
+    # Infinities and what is no number must be at the same places.
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return float("inf")
+    one, other = one[finite], other[finite]
+    return float((one - other).abs().max() / (other.abs().max() + 1e-9)) if one.numel() else 0.0
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a model's output: one, several, or those of a pipeline stage."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for item in output:
+            yield from tensors_in(item)
+    else:
+        yield from getattr(output, "tensors", {}).values()

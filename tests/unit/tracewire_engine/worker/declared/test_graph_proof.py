@@ -1,0 +1,125 @@
+"""An engine relies on whole graphs once they have come to what graphs with breaks come to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.declared_plans import HIDDEN
+from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, declared_of
+from tracewire_engine.worker.declared.graph_proof import GraphProof, tensors_in
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+
+
+class Model:
+    """A model whose layers add 1 to the residual stream, by a whole graph with kernels or by one with breaks."""
+
+    def __init__(self, declared: DeclaredRequests, *, wrong: str = "") -> None:
+        self.declared, self.wrong, self.ran = declared, wrong, []
+
+    def _layers(self, serve: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN)
+        # Rows of padding have any value.
+        hidden[2:] = torch.rand(2, HIDDEN)
+        for tap in TAPS:
+            hidden += 1
+            serve(tap, (hidden, residual))
+        return hidden, residual
+
+    def whole(self) -> Any:
+        self.ran.append("whole")
+        buffers = self.declared.buffers
+        assert buffers is not None
+        output = self._layers(buffers.launch)
+        if self.wrong == "read":
+            buffers._buffer += 1
+        if self.wrong == "output":
+            output[0][1] += 1
+        return output
+
+    def broken(self) -> Any:
+        self.ran.append("broken")
+        hooks = self.declared.hooks
+        return self._layers(lambda tap, value: hooks[tap].replay(value) if tap in hooks else None)
+
+    def step(self) -> tuple[Any, Any]:
+        declared = self.declared
+        states = {name: SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=5) for name in declared.live}
+        declared.stale = True
+        declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
+        if not declared.fits_buffers(serving=True):
+            output = self.broken()
+        else:
+            output = declared.run_whole(self.whole, self.broken, max(1, len(states)))
+        return output, declared.collect(lambda rows: rows)
+
+
+@pytest.mark.parametrize("what", ["a probe", "a vector", "reads behind the vector"])
+def test_first_steps_run_by_both_graphs_and_later_ones_by_the_whole_one(what: str) -> None:
+    model = Model(declared_of(FITS[what], FITS[what]))
+    found = []
+    for _ in range(4):
+        output, collected = model.step()
+        found.append((output[0][:2].clone(), None if collected is None else collected[2].clone()))
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"] * 2
+    for hidden, flat in found[1:]:
+        assert torch.equal(hidden, found[0][0])
+        assert flat is found[0][1] is None or torch.equal(flat, found[0][1])
+
+
+def test_each_use_is_proven_by_itself() -> None:
+    declared = declared_of(FITS["a probe"])
+    model = Model(declared)
+    for _ in range(3):
+        model.step()
+    other = declared_of(FITS["a vector"])
+    other.proof = declared.proof
+    model = Model(other)
+    for _ in range(3):
+        model.step()
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"]
+    other.pop("r0")
+    model.ran.clear()
+    for _ in range(3):
+        model.step()
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"]
+
+
+@pytest.mark.parametrize("wrong", ["read", "output"])
+def test_graphs_that_differ_are_not_relied_on(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(declared_of(FITS["a probe"], FITS["a probe"]), wrong=wrong)
+    right, _ = Model(declared_of(FITS["a probe"], FITS["a probe"])).step()
+    for _ in range(3):
+        output, collected = model.step()
+        assert torch.equal(output[0][:2], right[0][:2])
+        assert collected is not None
+    assert model.ran == ["whole", "broken", "broken", "broken"]
+    assert model.declared.buffers is None
+    assert [record.message for record in caplog.records if "differ by" in record.message] != []
+
+
+def test_infinite_values_prove_as_well() -> None:
+    proof, values = GraphProof(), torch.tensor([1.0, float("inf"), float("nan")])
+    proof.compare(None, [values], [values.clone()])
+    assert not proof.failed
+    proof.compare(None, [values], [torch.tensor([1.0, 2.0, float("nan")])])
+    assert proof.failed
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(None, torch.ones(1)), (torch.ones(1), None), (torch.ones(1), torch.ones(2))]
+)
+def test_what_one_graph_lacks_is_a_difference(one: Any, other: Any) -> None:
+    proof = GraphProof()
+    proof.compare(None, [one], [other])
+    assert proof.failed
+
+
+def test_a_model_has_outputs_of_several_forms() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    assert [*tensors_in(one)] == [one]
+    assert [*tensors_in((one, [two]))] == [one, two]
+    assert [*tensors_in(SimpleNamespace(tensors={"hidden": one, "residual": two}))] == [one, two]
