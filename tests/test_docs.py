@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tracewire
+from tests.support.cells import blocks
 from tests.support.documented import RUN_BY, RUN_BY_NONE
 from tests.support.documented import commands as documented
 from tracewire.cli.main import build_parser
@@ -64,12 +65,6 @@ def options() -> set[str]:
     sources = [ROOT / path for path in files() if path.endswith(".py")]
     sources.append(Path(spec.origin).parent / "engine" / "arg_utils.py")
     return {option for path in sources for option in re.findall(r'"(--[a-z][\w-]+)"', path.read_text())}
-
-
-def blocks(page: Path, *kinds: str) -> list[str]:
-    """The fenced blocks of these kinds."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for kind, text in found if kind in kinds]
 
 
 def commands(page: Path) -> Iterator[list[str]]:

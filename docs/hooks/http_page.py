@@ -91,7 +91,7 @@ def _examples(responses: dict[str, Any], schemas: dict[str, _Schema]) -> Iterato
             if example is not None:
                 is_text = isinstance(example, str)
                 text = example.rstrip() if is_text else json.dumps(example, indent=2, ensure_ascii=False)
-                yield f"```{'text' if is_text else 'json'} title=\"{status} {media}\"\n{text}\n```\n"
+                yield f'```{"text" if is_text else "json"} title="{status} {media}"\n{text}\n```\n'
 
 
 def _described(schema: _Schema) -> str:

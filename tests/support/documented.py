@@ -103,6 +103,7 @@ RUN_BY_NONE = {
     "cd deploy && kustomize": _CLUSTER,
     'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
     'pip install "tracewire[cli,embedded,gateway,engine-gpu]"': _GPU,
+    'pip install "tracewire[embedded,engine-gpu,gateway,pandas]" openai': _GPU,
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
     "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",
@@ -118,7 +119,7 @@ def commands(text: str) -> Iterator[str]:
     Continued lines are one, comments and variables that are set are left out.
     """
     text = re.sub(r"\\\n\s*", "", text)
-    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     for kind, block in fenced.findall(text):
         if kind in _SHELL:
             yield from (command for line in block.splitlines() if (command := _command(line)))
