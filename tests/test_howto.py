@@ -1,5 +1,6 @@
-"""The tutorial's and the how-tos' code runs as it stands, on a scripted engine; tests/e2e/tracing/test_howto.py has the
-real one. `make lint` checks the types of the whole programs among them.
+"""The tutorial's and the how-tos' code runs as it stands, on a scripted engine.
+
+`tests/e2e/tracing/test_howto.py` runs it on a real one, and `make lint` checks the types of the whole programs.
 """
 
 from __future__ import annotations

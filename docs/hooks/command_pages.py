@@ -1,4 +1,4 @@
-"""The pages of the command line: one for `tracewire`'s own commands and one for `tracewire engine`, from the parsers."""
+"""The pages of the command line, from the parsers: `tracewire`'s own commands, and `tracewire engine`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tracewire.cli.main import build_parser
 
 HEAD = """# Commands
 
-Every command of `tracewire`, generated from the parsers: what `tracewire COMMAND --help` prints. `--url` may be left out where the
-environment variable `TRACEWIRE_URL` is set. [The engine](engine-command.md) has a page of its own.
+Every command of `tracewire`, generated from the parsers: what `tracewire COMMAND --help` prints. `--url` may be left
+out where the environment variable `TRACEWIRE_URL` is set. [The engine](engine-command.md) has a page of its own.
 """
 ENGINE_HEAD = """# `tracewire engine`
 
-Generated from the parser. Beside the options below, the command takes every option of vLLM's engine, such as `--max-model-len` or
-`--tensor-parallel-size`: `tracewire engine --help` lists them too.
+Generated from the parser. Beside the options below, the command takes every option of vLLM's engine, such as
+`--max-model-len` or `--tensor-parallel-size`.
 """
 
 
@@ -60,7 +60,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
 
 def _described(parser: argparse.ArgumentParser) -> str:
     text = _plain(parser.description or "")
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "")) and not text else "")
+    return text[:1].upper() + text[1:]
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:

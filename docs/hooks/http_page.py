@@ -13,8 +13,8 @@ from tracewire.gateway.settings import Settings
 HEAD = """# HTTP API
 
 The routes of `tracewire gateway`, generated from its OpenAPI document. A running gateway answers with that document at
-`/openapi.json`. [The gateway](../gateway.md) explains keys, OpenAI's API, streams, errors and the WebSocket `/traces/{id}/ws`, which
-OpenAPI cannot describe.
+`/openapi.json`. [The gateway](../gateway.md) explains keys, OpenAI's API, streams, errors and the WebSocket
+`/traces/{id}/ws`, which OpenAPI cannot describe.
 """
 _TITLES = {"openai": "OpenAI's API", "traces": "Traces", "engines": "Engines, edits and events"}
 _REF = "#/components/schemas/"

@@ -1,8 +1,8 @@
 """What MkDocs does for the site beside rendering `docs/`: generated references, and pages from outside `docs/`.
 
-Pages of the repository that stand outside `docs/`, such as README.md, become pages of the site. A link to any other file
-of the repository leads to a page that shows the file. So a page has the same relative links in the repository and on
-the site.
+Pages of the repository that stand outside `docs/`, such as README.md, become pages of the site. A link to any other
+file of the repository leads to a page that shows the file. So a page has the same relative links in the repository and
+on the site.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _PAGES = {
     ),
     "traces": (
         "Traces",
-        "Handles of a model, of a trace that this client has submitted, and of any other trace; and what a trace comes to.",
+        "Handles of a model, of a trace of this client, and of any other trace; and what a trace comes to.",
         (
             "tracewire.traces.model",
             "tracewire.traces.trace",
@@ -68,10 +68,12 @@ def pages() -> dict[str, str]:
     for name, module in _imported():
         if name in tracewire.__all__:
             names[homes.get(module, _REST)].append(f"tracewire.{name}")
-    found = {page: _page(title, text, names[page]) for page, (title, text, _) in _PAGES.items()}
+    found = {
+        page: _page(title, text, names[page], inherited=page == "traces") for page, (title, text, _) in _PAGES.items()
+    }
     found["blocking"] = _page(
         "The blocking client",
-        "The same client for scripts and threads. [The async and the blocking form](../../conventions.md) compares the two.",
+        "The same client for scripts and threads ([both forms](../../conventions.md)).",
         [f"tracewire.blocking.{name}" for name in tracewire.blocking.__all__],
     )
     found["harvest"] = _page(
@@ -82,8 +84,10 @@ def pages() -> dict[str, str]:
     return {f"reference/python/{page}.md": text for page, text in found.items()}
 
 
-def _page(title: str, text: str, names: list[str]) -> str:
-    return "\n\n".join([f"# {title}", text, *(f"::: {name}" for name in names)]) + "\n"
+def _page(title: str, text: str, names: list[str], *, inherited: bool = False) -> str:
+    """A page of these names. With `inherited`, a class has the methods of its bases, too."""
+    options = "\n    options:\n      inherited_members: true" if inherited else ""
+    return "\n\n".join([f"# {title}", text, *(f"::: {name}{options}" for name in names)]) + "\n"
 
 
 def _imported() -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a scripted engine plays for the code of the documentation's pages: as many tokens and saves as the code asks for."""
+"""What a scripted engine plays for the code of the pages: as many tokens and saves as the code asks for."""
 
 from __future__ import annotations
 
