@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 
 from tracewire.cli.main import build_parser
 
@@ -28,7 +29,8 @@ def pages() -> dict[str, str]:
 def _commands() -> str:
     sections = [HEAD]
     for name, parser in _leaves("tracewire", build_parser()):
-        sections.append(f"## `{name}`\n\n{_described(parser)}\n\n{_usage(parser)}\n\n{_tables(parser)}")
+        parts = (f"## `{name}`", _described(parser), _usage(parser), _table(parser._actions), _epilog(parser))
+        sections.append("\n\n".join(part for part in parts if part))
     return "\n".join(sections)
 
 
@@ -39,7 +41,8 @@ def _engine() -> str:
     parser = argparse.ArgumentParser(prog="tracewire engine", add_help=False)
     add_options(parser.add_argument_group("Options of Tracewire"), {})
     add_chat_options(parser.add_argument_group("Chats"))
-    return f"{ENGINE_HEAD}\n{_tables(parser, level=2)}"
+    groups = [group for group in parser._action_groups if group._group_actions]
+    return "\n".join([ENGINE_HEAD, *(f"## {group.title}\n\n{_table(group._group_actions)}" for group in groups)])
 
 
 def _leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -64,22 +67,19 @@ def _described(parser: argparse.ArgumentParser) -> str:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ").replace("[-h] ", "")).strip()
-    return f"```text\n{usage}\n```"
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
+    lines = textwrap.wrap(usage, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["```text", *lines, "```"])
 
 
-def _tables(parser: argparse.ArgumentParser, level: int = 3) -> str:
-    """A table of options for each group of the parser that has any."""
-    parts = []
-    for group in parser._action_groups:
-        rows = [_row(action) for action in group._group_actions if _is_shown(action)]
-        if rows:
-            title = (group.title or "").capitalize() if level == 3 else group.title
-            head = f"**{title}**" if level == 3 else f"{'#' * level} {title}"
-            parts.append("\n".join([head, "", "| argument | meaning | default |", "| --- | --- | --- |", *rows, ""]))
-    if parser.epilog:
-        parts.append(f"```text\n{parser.epilog.strip()}\n```\n")
-    return "\n".join(parts)
+def _table(actions: Iterable[argparse.Action]) -> str:
+    """A table of arguments; empty for none."""
+    rows = [_row(action) for action in actions if _is_shown(action)]
+    return "\n".join(["| argument | meaning |", "| --- | --- |", *rows, ""]) if rows else ""
+
+
+def _epilog(parser: argparse.ArgumentParser) -> str:
+    return f"\n```text\n{parser.epilog.strip()}\n```\n" if parser.epilog else ""
 
 
 def _is_shown(action: argparse.Action) -> bool:
@@ -90,8 +90,7 @@ def _is_shown(action: argparse.Action) -> bool:
 def _row(action: argparse.Action) -> str:
     value = _value(action)
     names = [f"`{f'{name} {value}'.strip()}`" for name in action.option_strings] or [f"`{value}`"]
-    text = _plain(action.help or "")
-    return f"| {', '.join(names)} | {text} | {_default(action)} |"
+    return f"| {', '.join(names)} | {_plain(action.help or '')}{_default(action)} |"
 
 
 def _value(action: argparse.Action) -> str:
@@ -105,10 +104,10 @@ def _value(action: argparse.Action) -> str:
 
 
 def _default(action: argparse.Action) -> str:
-    """The default as one types it; empty where there is none, or where the help says it."""
+    """The default, as a remark; empty where there is none, or where the help says it."""
     if action.default in (None, "", [], False, argparse.SUPPRESS) or "default" in (action.help or ""):
         return ""
-    return f"`{action.default}`"
+    return f" (default: `{action.default}`)"
 
 
 def _plain(text: str) -> str:

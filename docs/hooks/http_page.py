@@ -34,6 +34,7 @@ def of_document(document: dict[str, Any]) -> str:
     for tag, operations in _by_tag(document["paths"]).items():
         parts.append(f"## {_TITLES.get(tag, tag.capitalize())}\n")
         parts += [_operation(method, path, operation, schemas) for method, path, operation in operations]
+    parts.append(_error_table(document["paths"]))
     parts.append("## Bodies\n")
     for name, schema in sorted(schemas.items()):
         parts.append(f"### {name} {{ #{name.lower()} }}\n\n{_described(schema)}{_fields(schema)}")
@@ -58,9 +59,39 @@ def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[
     if body:
         parts += [f"Body: {', '.join(_type(one.get('schema', {})) for one in body.values())}.", ""]
     parts += ["| status | answer | form |", "| --- | --- | --- |"]
-    parts += [_answer(status, answer) for status, answer in operation["responses"].items()]
-    parts += ["", *_examples(operation["responses"], schemas)]
+    responses = sorted(operation["responses"].items())
+    parts += [_answer(status, answer) for status, answer in responses if not _is_error(status)]
+    parts += ["", _errors(responses), "", *_examples(operation["responses"], schemas)]
     return "\n".join(parts)
+
+
+def _is_error(status: str) -> bool:
+    return not status.startswith(("2", "3"))
+
+
+def _errors(responses: list[tuple[str, dict[str, Any]]]) -> str:
+    """A line with the statuses of errors, whose meanings stand at the page's end, and their forms."""
+    errors = [(status, answer) for status, answer in responses if _is_error(status)]
+    forms = dict.fromkeys(
+        _type(content["schema"])
+        for _, answer in errors
+        for content in answer.get("content", {}).values()
+        if "$ref" in content.get("schema", {})
+    )
+    statuses = ", ".join(status for status, _ in errors)
+    return f"[Errors](#errors): {statuses}{', as ' * bool(forms)}{' or '.join(forms)}."
+
+
+def _error_table(paths: dict[str, Any]) -> str:
+    """What the statuses of errors mean."""
+    found: dict[str, dict[str, None]] = {}
+    for item in paths.values():
+        for operation in item.values():
+            for status, answer in operation["responses"].items():
+                if _is_error(status):
+                    found.setdefault(status, {})[answer.get("description", "")] = None
+    rows = [f"| {status} | {_cell(' Or: '.join(texts))} |" for status, texts in sorted(found.items())]
+    return "\n".join(["## Errors\n", "| status | meaning |", "| --- | --- |", *rows, ""])
 
 
 def _parameter(one: dict[str, Any]) -> str:

@@ -59,35 +59,55 @@ _PAGES = {
     ),
 }
 _REST = "resources"
+#: Where names stand whose module has names of several pages.
+_HOMES = {
+    **dict.fromkeys(("ChatMessage", "FirstToken", "MessageDelta", "Status", "ToolCall", "ToolCallDelta"), "events"),
+    "ModelInfo": "resources",
+}
+#: What mkdocstrings does on some pages otherwise than mkdocs.yml says.
+_OPTIONS = {
+    "client": {"show_if_no_docstring": True},
+    "interventions": {"show_if_no_docstring": True},
+    # Callers make none of these themselves.
+    "traces": {"inherited_members": True, "merge_init_into_class": False, "show_bases": False},
+    "resources": {"merge_init_into_class": False, "show_bases": False},
+}
 
 
 def pages() -> dict[str, str]:
     """The pages, by their paths on the site."""
     names: dict[str, list[str]] = {page: [] for page in _PAGES}
     homes = {module: page for page, (_, _, modules) in _PAGES.items() for module in modules}
-    for name, module in _imported():
-        if name in tracewire.__all__:
-            names[homes.get(module, _REST)].append(f"tracewire.{name}")
-    found = {
-        page: _page(title, text, names[page], inherited=page == "traces") for page, (title, text, _) in _PAGES.items()
-    }
+    order = list(homes)
+    imported = [(name, module) for name, module in _imported() if name in tracewire.__all__]
+
+    def rank(one: tuple[str, str]) -> tuple[int, bool]:
+        """By module; in each, functions come before classes."""
+        name, module = one
+        return order.index(module) if module in homes else len(order), name[0].isupper()
+
+    for name, module in sorted(imported, key=rank):
+        names[_HOMES.get(name) or homes.get(module, _REST)].append(f"tracewire.{name}")
+    found = {page: _page(title, text, names[page], _OPTIONS.get(page, {})) for page, (title, text, _) in _PAGES.items()}
     found["blocking"] = _page(
         "The blocking client",
         "The same client for scripts and threads ([both forms](../../conventions.md)).",
         [f"tracewire.blocking.{name}" for name in tracewire.blocking.__all__],
+        {},
     )
     found["harvest"] = _page(
         "Harvests",
         "Reading a harvest's files. `Client.harvest` makes them ([harvests](../../harvest.md)).",
         [f"tracewire.harvest.{name}" for name in tracewire.harvest.__all__],
+        {},
     )
     return {f"reference/python/{page}.md": text for page, text in found.items()}
 
 
-def _page(title: str, text: str, names: list[str], *, inherited: bool = False) -> str:
-    """A page of these names. With `inherited`, a class has the methods of its bases, too."""
-    options = "\n    options:\n      inherited_members: true" if inherited else ""
-    return "\n\n".join([f"# {title}", text, *(f"::: {name}{options}" for name in names)]) + "\n"
+def _page(title: str, text: str, names: list[str], options: dict[str, bool]) -> str:
+    lines = [f"\n      {name}: {str(value).lower()}" for name, value in options.items()]
+    chosen = "".join(["\n    options:", *lines]) if lines else ""
+    return "\n\n".join([f"# {title}", text, *(f"::: {name}{chosen}" for name in names)]) + "\n"
 
 
 def _imported() -> list[tuple[str, str]]:
