@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +18,7 @@ import tracewire.blocking
 import tracewire.harvest
 from tests.support import ROOT
 from tests.support.cells import blocks
+from tests.support.site import built
 from tracewire.cli.main import build_parser
 from tracewire.gateway.app import create_app
 from tracewire.gateway.settings import Settings
@@ -53,12 +51,7 @@ class _Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
-    return folder
+    return built(tmp_path_factory.mktemp("site"))
 
 
 @cache
@@ -124,6 +117,11 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert {"tracewire.Client.trace", "tracewire.Result.to_numpy", "tracewire.blocking.Trace.result"} <= anchors
 
 
+def test_attributes_that_a_docstring_groups_have_their_own_types(site: Path) -> None:
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", (site / "reference" / "python" / "resources.html").read_text()))
+    assert re.search(r"hidden_size \( int \) . with layer_count : number of decoder layers", text)
+
+
 def commands(parser: argparse.ArgumentParser, name: str) -> dict[str, argparse.ArgumentParser]:
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not nested:
@@ -166,7 +164,7 @@ def test_the_search_finds_pages_of_each_kind(site: Path) -> None:
 def test_the_navigation_names_readers_in_the_order_of_their_needs() -> None:
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
     sections = [next(iter(one)) for one in yaml.safe_load(text)["nav"] if isinstance(one, dict)]
-    assert sections == ["Start", "How-to", "Concepts", "Reference", "Operate", "Internals"]
+    assert sections == ["Home", "Start", "How-to", "Concepts", "Reference", "Operate", "Internals"]
 
 
 def literals() -> set[str]:

@@ -134,12 +134,15 @@ def _fields(schema: _Schema) -> str:
     if not schema.get("properties"):
         return f"{_type({key: value for key, value in schema.items() if key != 'title'})}\n"
     needed = set(schema.get("required", ()))
-    rows = ["| field | type | meaning | default |", "| --- | --- | --- | --- |"]
+    columns: dict[str, list[str]] = {"field": [], "type": [], "meaning": [], "default": []}
     for name, one in schema["properties"].items():
-        shown = f"`{name}`" + (" (required)" if name in needed else "")
-        default = f"`{json.dumps(one['default'])}`" if one.get("default") not in (None, "") else ""
-        rows.append(f"| {shown} | {_type(one)} | {_cell(one.get('description', ''))} | {default} |")
-    return "\n".join(rows) + "\n"
+        columns["field"].append(f"`{name}`" + (" (required)" if name in needed else ""))
+        columns["type"].append(_type(one))
+        columns["meaning"].append(_cell(one.get("description", "")))
+        columns["default"].append(f"`{json.dumps(one['default'])}`" if one.get("default") not in (None, "") else "")
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    rows = [[*filled], ["---"] * len(filled), *zip(*filled.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def _type(schema: _Schema) -> str:

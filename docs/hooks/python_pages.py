@@ -70,6 +70,7 @@ _OPTIONS = {
     "interventions": {"show_if_no_docstring": True},
     # Callers make none of these themselves.
     "traces": {"inherited_members": True, "merge_init_into_class": False, "show_bases": False},
+    "errors": {"merge_init_into_class": False},
     "resources": {"merge_init_into_class": False, "show_bases": False},
 }
 
