@@ -17,7 +17,7 @@ import pytest
 
 import tracewire
 from tests.support.cells import blocks
-from tests.support.documented import RUN_BY, RUN_BY_NONE
+from tests.support.documented import CODE_RUN_BY, RUN_BY, RUN_BY_NONE
 from tests.support.documented import commands as documented
 from tracewire.cli.main import build_parser
 
@@ -183,6 +183,13 @@ def longest_start(command: str) -> str:
     return max(starts, key=len, default="")
 
 
+def is_there(test: str) -> bool:
+    """Whether there is a test `FILE::NAME`, or for `FILE::*` its file."""
+    path, _, name = test.partition("::")
+    source = (ROOT / path).read_text()
+    return name == "*" or re.search(rf"^(async )?def {name}\(", source, re.MULTILINE) is not None
+
+
 @each_page
 def test_each_command_is_run_by_a_test_or_it_is_said_why_not(page: Path) -> None:
     for command in documented(page.read_text()):
@@ -200,9 +207,13 @@ def test_each_command_of_the_table_is_in_the_pages_and_its_test_is_there() -> No
         if not test:
             assert start.startswith("python -m pytest tests/")
             continue
-        path, _, name = test.partition("::")
-        source = (ROOT / path).read_text()
-        assert name == "*" or re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test
+        assert is_there(test), test
+
+
+def test_the_code_of_each_page_is_run_by_a_test() -> None:
+    assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == CODE_RUN_BY.keys()
+    for test in (test for tests in CODE_RUN_BY.values() for test in tests):
+        assert is_there(test), test
 
 
 def test_a_command_that_no_test_runs_is_found() -> None:

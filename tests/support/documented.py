@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["RUN_BY", "RUN_BY_NONE", "commands"]
+__all__ = ["CODE_RUN_BY", "RUN_BY", "RUN_BY_NONE", "commands"]
 
 #: What an indented line starts with if it is a command.
 _PROGRAMS = ("curl", "docker", "kubectl", "make", "pip", "python", "tracewire", "uvicorn")
@@ -110,6 +110,27 @@ RUN_BY_NONE = {
     "python examples/two_hosts/run.py": (
         "needs Docker; tests/e2e/parallel/test_ray_hosts.py walks it in network namespaces"
     ),
+}
+
+
+_HOWTO = "tests/test_howto.py::test_"
+_ENGINE = "tests/e2e/tracing/test_howto.py::test_"
+
+#: The tests that run the Python code of a page, each block as it stands.
+CODE_RUN_BY = {
+    "README.md": ("tests/e2e/tracing/test_readme.py::*", _ENGINE + "the_rest_of_the_readme"),
+    "docs/edits.md": ("tests/e2e/edits/test_edits.py::test_the_code_of_the_page_runs",),
+    "docs/errors.md": (_ENGINE + "the_code_of_the_page_of_errors",),
+    "docs/gateway.md": (_ENGINE + "the_code_of_the_gateway_s_page",),
+    "docs/harvest.md": ("tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",),
+    "docs/howto/bfloat16.md": (_HOWTO + "a_page_of_cells", _ENGINE + "bfloat16"),
+    "docs/howto/fastapi.md": (_HOWTO + "the_service",),
+    "docs/howto/notebook.md": (_HOWTO + "a_page_of_cells", _ENGINE + "the_notebook_s_cells"),
+    "docs/howto/print.md": (_HOWTO + "a_page_of_cells", _ENGINE + "what_a_block_saves_in_place_of_a_print"),
+    "docs/howto/script.md": (_HOWTO + "the_script",),
+    "docs/howto/typing.md": (_HOWTO + "a_page_of_cells", _ENGINE + "a_typed_block"),
+    "docs/nnsight.md": (_ENGINE + "the_code_of_nnsight_s_page",),
+    "docs/tutorial.md": (_HOWTO + "the_tutorial", _ENGINE + "the_tutorial_finds_a_direction_and_steers_along_it"),
 }
 
 
