@@ -12,7 +12,8 @@ from tracewire.cli.main import build_parser
 HEAD = """# Commands
 
 Every command of `tracewire`, generated from the parsers: what `tracewire COMMAND --help` prints. `--url` may be left
-out where the environment variable `TRACEWIRE_URL` is set. [The engine](engine-command.md) has a page of its own.
+out where the environment variable `TRACEWIRE_URL` is set. [The command line](../cli.md) explains the commands, and
+[the engine](engine-command.md) has a page of its own.
 """
 ENGINE_HEAD = """# `tracewire engine`
 
