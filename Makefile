@@ -14,8 +14,10 @@ ARGS ?=
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# The variable silences an announcement.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help setup demo test test-full test-engineless lint format bench faults mutants wheel locks clean distclean
+.PHONY: help setup demo test test-full test-engineless lint format bench faults mutants docs docs-serve wheel locks clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -80,6 +82,12 @@ faults: $(READY)  ## break things under load and check that nothing is lost; JSO
 mutants: $(READY)  ## break one line after the other and see a test fail for each; JSON=1 ends with one JSON object
 	@$(BIN)/python -m tests.mutants $(if $(JSON),--json) $(ARGS)
 
+docs: $(READY)  ## build the documentation site into site/; a broken link is an error
+	@$(MKDOCS) build --strict $(ARGS)
+
+docs-serve: $(READY)  ## serve the documentation site, and build it anew when a page changes
+	@$(MKDOCS) serve $(ARGS)
+
 wheel: $(READY)  ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
@@ -88,7 +96,7 @@ locks: $(READY)  ## write locks/ anew, keeping the pins that still fit; UPGRADE=
 	@$(BIN)/python locks/update.py $(if $(UPGRADE),--upgrade)
 
 clean:  ## remove caches and build products
-	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the environment

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import tracewire
-from tests.support.documented import RUN_BY, RUN_BY_NONE
+from tests.support.cells import blocks
+from tests.support.documented import CODE_RUN_BY, RUN_BY, RUN_BY_NONE
 from tests.support.documented import commands as documented
 from tracewire.cli.main import build_parser
 
@@ -26,6 +27,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
+REFERENCE = ROOT / "docs" / "reference"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 #: What these names stand for in the pages' code.
@@ -64,12 +66,6 @@ def options() -> set[str]:
     sources = [ROOT / path for path in files() if path.endswith(".py")]
     sources.append(Path(spec.origin).parent / "engine" / "arg_utils.py")
     return {option for path in sources for option in re.findall(r'"(--[a-z][\w-]+)"', path.read_text())}
-
-
-def blocks(page: Path, *kinds: str) -> list[str]:
-    """The fenced blocks of these kinds."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for kind, text in found if kind in kinds]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -171,7 +167,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
-        there = page.parent / path if path else page
+        there = (page.parent / path).resolve() if path else page
+        if REFERENCE in there.parents:
+            # Generated with the site, whose links tests/test_site.py follows.
+            continue
         assert there.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
@@ -182,6 +181,13 @@ def longest_start(command: str) -> str:
     """The entry of the tables that a command falls under, or an empty text."""
     starts = [start for start in (*RUN_BY, *RUN_BY_NONE) if command.startswith(start)]
     return max(starts, key=len, default="")
+
+
+def is_there(test: str) -> bool:
+    """Whether there is a test `FILE::NAME`, or for `FILE::*` its file."""
+    path, _, name = test.partition("::")
+    source = (ROOT / path).read_text()
+    return name == "*" or re.search(rf"^(async )?def {name}\(", source, re.MULTILINE) is not None
 
 
 @each_page
@@ -201,9 +207,13 @@ def test_each_command_of_the_table_is_in_the_pages_and_its_test_is_there() -> No
         if not test:
             assert start.startswith("python -m pytest tests/")
             continue
-        path, _, name = test.partition("::")
-        source = (ROOT / path).read_text()
-        assert name == "*" or re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test
+        assert is_there(test), test
+
+
+def test_the_code_of_each_page_is_run_by_a_test() -> None:
+    assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == CODE_RUN_BY.keys()
+    for test in (test for tests in CODE_RUN_BY.values() for test in tests):
+        assert is_there(test), test
 
 
 def test_a_command_that_no_test_runs_is_found() -> None:
@@ -223,6 +233,8 @@ def test_a_command_that_no_test_runs_is_found() -> None:
         ("test-full", "-m pytest -q"),
         ("test-engineless", '-m pytest -q -m "not full and not engine"'),
         ("bench", "-m benchmarks.blobs"),
+        ("docs", "-m mkdocs build --strict"),
+        ("docs-serve", "-m mkdocs serve"),
         ('faults JSON=1 ARGS="--trials 3"', "-m tests.faults.harness --json --trials 3"),
     ],
 )

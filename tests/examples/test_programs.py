@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import linecache
 import os
 import subprocess
 import sys
@@ -23,6 +20,7 @@ import tracewire
 from tests.examples.test_examples import module_of
 from tests.support import gateways, typecheck
 from tests.support.bus_engine import BusEngine, Script, Stage, engine_info, tiny
+from tests.support.cells import run_cell
 from tests.support.redis.proxy import proxy
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Failure
@@ -94,17 +92,7 @@ async def test_the_notebook(url: str) -> None:
     values = []
     async with serving(url, script):
         for number, cell in enumerate(typecheck.cells(PROGRAMS / "notebook.ipynb")):
-            name = f"<cell {number}>"
-            # As IPython keeps it.
-            linecache.cache[name] = len(cell), None, cell.splitlines(keepends=True), name
-            tree = ast.parse(cell)
-            if isinstance(last := tree.body[-1], ast.Expr):
-                tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("_", ast.Store())], last.value), last)
-            code = compile(ast.fix_missing_locations(tree), name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            found = eval(code, scope)  # noqa: S307  (what the notebook itself holds)
-            if inspect.isawaitable(found):
-                await found
-            values.append(scope.pop("_", None))
+            values.append(await run_cell(cell, f"<cell {number}>", scope))
     assert values[0] == 4
     assert [1.5] in values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["RUN_BY", "RUN_BY_NONE", "commands"]
+__all__ = ["CODE_RUN_BY", "RUN_BY", "RUN_BY_NONE", "commands"]
 
 #: What an indented line starts with if it is a command.
 _PROGRAMS = ("curl", "docker", "kubectl", "make", "pip", "python", "tracewire", "uvicorn")
@@ -103,6 +103,7 @@ RUN_BY_NONE = {
     "cd deploy && kustomize": _CLUSTER,
     'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
     'pip install "tracewire[cli,embedded,gateway,engine-gpu]"': _GPU,
+    'pip install "tracewire[embedded,engine-gpu,gateway,pandas]" openai': _GPU,
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
     "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",
@@ -112,13 +113,34 @@ RUN_BY_NONE = {
 }
 
 
+_HOWTO = "tests/test_howto.py::test_"
+_ENGINE = "tests/e2e/tracing/test_howto.py::test_"
+
+#: The tests that run the Python code of a page, each block as it stands.
+CODE_RUN_BY = {
+    "README.md": ("tests/e2e/tracing/test_readme.py::*", _ENGINE + "the_rest_of_the_readme"),
+    "docs/edits.md": ("tests/e2e/edits/test_edits.py::test_the_code_of_the_page_runs",),
+    "docs/errors.md": (_ENGINE + "the_code_of_the_page_of_errors",),
+    "docs/gateway.md": (_ENGINE + "the_code_of_the_gateway_s_page",),
+    "docs/harvest.md": ("tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",),
+    "docs/howto/bfloat16.md": (_HOWTO + "a_page_of_cells", _ENGINE + "bfloat16"),
+    "docs/howto/fastapi.md": (_HOWTO + "the_service",),
+    "docs/howto/notebook.md": (_HOWTO + "a_page_of_cells", _ENGINE + "the_notebook_s_cells"),
+    "docs/howto/print.md": (_HOWTO + "a_page_of_cells", _ENGINE + "what_a_block_saves_in_place_of_a_print"),
+    "docs/howto/script.md": (_HOWTO + "the_script",),
+    "docs/howto/typing.md": (_HOWTO + "a_page_of_cells", _ENGINE + "a_typed_block"),
+    "docs/nnsight.md": (_ENGINE + "the_code_of_nnsight_s_page",),
+    "docs/tutorial.md": (_HOWTO + "the_tutorial", _ENGINE + "the_tutorial_finds_a_direction_and_steers_along_it"),
+}
+
+
 def commands(text: str) -> Iterator[str]:
     """Each command of a page: lines of its fenced shell blocks, and indented lines that start with a program's name.
 
     Continued lines are one, comments and variables that are set are left out.
     """
     text = re.sub(r"\\\n\s*", "", text)
-    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     for kind, block in fenced.findall(text):
         if kind in _SHELL:
             yield from (command for line in block.splitlines() if (command := _command(line)))

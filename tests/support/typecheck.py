@@ -2,8 +2,8 @@
 
     python -m tests.support.typecheck
 
-mypy and pyright, both strict, look at `examples/programs`, the cells of its notebook among them, and at
-`tests/support/typed.py`. Exits with 1 if either finds anything.
+mypy and pyright, both strict, look at `examples/programs`, the cells of its notebook among them, at the whole modules
+in `docs/howto`, and at `tests/support/typed.py`. Exits with 1 if either finds anything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import textwrap
 from pathlib import Path
 
 from tests.support import ROOT
+from tests.support.cells import blocks
 
 __all__ = ["cells", "check", "main", "mypy"]
 
 PROGRAMS = ROOT / "examples" / "programs"
+HOWTO = ROOT / "docs" / "howto"
+#: The pages whose code is a module of its own.
+TYPED_PAGES = ("fastapi", "script", "typing")
 SOURCES = [ROOT / folder for folder in ("bus", "sdk")]
 #: Mypy's own files, for the next run.
 CACHE = ROOT / ".mypy_cache" / "programs"
@@ -84,7 +88,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         notebook = Path(temporary) / "notebook.py"
         notebook.write_text(_as_program(PROGRAMS / "notebook.ipynb"))
-        found = check([*sorted(PROGRAMS.glob("*.py")), notebook, ROOT / "tests/support/typed.py"], Path(temporary))
+        pages = [Path(temporary) / f"howto_{name}.py" for name in TYPED_PAGES]
+        for name, path in zip(TYPED_PAGES, pages, strict=True):
+            path.write_text("".join(blocks(HOWTO / f"{name}.md", "python")))
+        programs = [*sorted(PROGRAMS.glob("*.py")), notebook, *pages]
+        found = check([*programs, ROOT / "tests/support/typed.py"], Path(temporary))
     print(found, end="")
     return 1 if found else 0
 

@@ -1,0 +1,91 @@
+"""The documentation site in a browser: its search works, it asks no other host, and its tables fit narrow windows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from tests.support.browser import browser as started_browser
+from tests.support.browser import violations
+from tests.support.site import built
+
+#: A page of each kind, with the widest tables among them.
+PAGES = (
+    "index.html",
+    "tutorial.html",
+    "nnsight.html",
+    "conventions.html",
+    "performance.html",
+    "troubleshooting.html",
+    "reference/commands.html",
+    "reference/engine-command.html",
+    "reference/http.html",
+    "reference/python/client.html",
+)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the site, as a plain web server serves it."""
+    folder = built(tmp_path_factory.mktemp("site"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """A Chromium without a window."""
+    async with started_browser() as browser:
+        yield browser
+
+
+async def test_the_search_finds_an_error_and_asks_no_other_host(url: str, browser: Browser) -> None:
+    page = await browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto(f"{url}/index.html")
+    await page.locator(".md-search__input").fill("evicts keys")
+    found = page.locator(".md-search-result__link", has_text="This Redis evicts keys")
+    await expect(found.first).to_be_visible(timeout=30_000)
+    await found.first.click()
+    await expect(page).to_have_url(f"{url}/troubleshooting.html?h=evicts+keys#this-redis-evicts-keys", timeout=30_000)
+    assert [one for one in asked if not one.startswith((url, "data:", "blob:"))] == []
+    await page.close()
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+async def test_no_page_is_wider_than_its_window(url: str, browser: Browser, width: int) -> None:
+    page = await browser.new_page(viewport={"width": width, "height": 900})
+    for name in PAGES:
+        await page.goto(f"{url}/{name}")
+        assert await page.evaluate("document.documentElement.scrollWidth") == width, name
+        cut = await page.evaluate(
+            "[...document.querySelectorAll('article table')].filter(one => one.scrollWidth > "
+            "one.closest('article').clientWidth + 1).length"
+        )
+        assert width < 800 or cut == 0, f"{name}: {cut} tables are wider than the page"
+    await page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_pages_are_accessible_in_both_schemes(url: str, browser: Browser, scheme: str) -> None:
+    page = await browser.new_page(color_scheme=scheme)
+    for name in ("tutorial.html", "nnsight.html", "reference/http.html"):
+        await page.goto(f"{url}/{name}")
+        # The theme gives its search dialog no name.
+        assert [one for one in await violations(page) if not one.endswith("['.md-search']")] == [], name
+    await page.close()
