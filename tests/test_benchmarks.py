@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_soak_at_full_volume(engine: EngineProcess, engine_bus: str) -> None:
     assert len(lines) == 10
     assert "'client': " in lines[-1]
     assert float(lines[-1].partition(" traces, ")[2].partition(" MB")[0]) > 0
+
+
+def test_the_plot_of_volume_is_drawn_from_its_figures(tmp_path: Path) -> None:
+    figures = ROOT / "docs" / "figures"
+    run("volume_plot", str(figures / "volume.json"), str(tmp_path / "volume.svg"))
+    drawn, shown = (tmp_path / "volume.svg").read_text(), (figures / "volume.svg").read_text()
+    values = re.compile(r">(0\.\d\d)</text>")
+    assert values.findall(drawn) == values.findall(shown)
+    assert len(values.findall(drawn)) > 10
 
 
 # --- with engines of their own ----------------------------------------------------------------------------------------
