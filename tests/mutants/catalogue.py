@@ -169,8 +169,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/events/subscription.py",
         "an-entry-is-read-twice",
-        "            if id_ <= self.last:\n",
-        "            if id_ < self.last:\n",
+        "            if id_ <= last:\n",
+        "            if id_ < last:\n",
         _READER + "::test_replaying_then_tailing_leaves_no_gap_and_no_repeat",
     ),
     _of(
@@ -183,8 +183,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/events/subscription.py",
         "a-full-buffer-drops-what-comes",
-        "                self._arrived.notify()\n                return False",
-        "                self._arrived.notify()\n                return True",
+        "        return not self._over and not self._full\n",
+        "        return not self._over\n",
         _EVENTS_SUBSCRIPTION + "::test_a_buffer_that_is_full_takes_no_more_and_says_so",
     ),
     # --- the queue ----------------------------------------------------------------------------------------------------
@@ -617,8 +617,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/pending.py",
         "two-deltas-change-places",
-        "= [one.take(index) for index in wanted]",
-        "= [one.take(index) for index in reversed(wanted)]",
+        "= [self._take(one, index) for index in wanted]",
+        "= [self._take(one, index) for index in reversed(wanted)]",
         _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
     ),
     _of(
@@ -1080,8 +1080,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/bulk_writer.py",
         "segments-outlive-their-traces",
-        "                    store.forget(trace)\n",
-        "                    pass\n",
+        "            store.forget(trace)\n",
+        "            pass\n",
         "tests/unit/tracewire_engine/adapter/test_bulk_writer.py::test_a_segment_goes_with_its_trace",
     ),
     _of(
