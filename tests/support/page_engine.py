@@ -18,8 +18,8 @@ LAYERS, HIDDEN = 8, 256
 #: What blocks of the pages save, by the names that stand in their source.
 _OF_BLOCKS: dict[str, Any] = {"norms": 1.5, "log": "a line", "found": 0.5, "logits": 2.0}
 
-#: A trace with live parameters waits before this token until it is paused, as its page does.
-_PAUSED_AT = 40
+#: A trace with live parameters waits before this token until they are changed.
+_CHANGED_BY = 40
 
 
 async def played(stage: Stage) -> None:
@@ -36,8 +36,8 @@ async def played(stage: Stage) -> None:
         saved.update({name: value for name, value in _OF_BLOCKS.items() if name in block.source})
     tokens = invoke.sampling.get("max_tokens", 16)
     for number in range(tokens):
-        if stage.live and number == _PAUSED_AT:
-            await until(lambda: stage.paused is not None)
+        if stage.live and number == _CHANGED_BY:
+            await until(lambda: stage.live_version)
         await stage.going()
         await stage.save(" word", saved, finish_reason="length" if number == tokens - 1 else None)
     await stage.final()
