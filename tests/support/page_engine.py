@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.bus_engine import Stage
+from tests.support.until import until
 
 __all__ = ["HIDDEN", "LAYERS", "played"]
 
@@ -16,6 +17,9 @@ LAYERS, HIDDEN = 8, 256
 
 #: What blocks of the pages save, by the names that stand in their source.
 _OF_BLOCKS: dict[str, Any] = {"norms": 1.5, "log": "a line", "found": 0.5, "logits": 2.0}
+
+#: A trace with live parameters waits before this token until they are changed.
+_CHANGED_BY = 40
 
 
 async def played(stage: Stage) -> None:
@@ -32,6 +36,8 @@ async def played(stage: Stage) -> None:
         saved.update({name: value for name, value in _OF_BLOCKS.items() if name in block.source})
     tokens = invoke.sampling.get("max_tokens", 16)
     for number in range(tokens):
+        if stage.live and number == _CHANGED_BY:
+            await until(lambda: stage.live_version)
         await stage.going()
         await stage.save(" word", saved, finish_reason="length" if number == tokens - 1 else None)
     await stage.final()

@@ -34,6 +34,7 @@ async def test_the_tutorial_finds_a_direction_and_steers_along_it(
     result = scope["result"]
     (change,) = [line for line in said.splitlines() if line.startswith("steered from token ")]
     first = int(change.split()[3])
+    assert first > 20
     projection = result.saves["projection"]
     # The change adds the length of the direction to each later projection.
     length = float(np.linalg.norm(scope["direction"]))
