@@ -81,10 +81,12 @@ async def volume(url: str, pid: int, seconds: float) -> None:
                     client.trace(model, [1 + number, 2, 3, 4], interventions=[probe], **sampling) as trace,
                 ):
                     group.start_soon(stops_reading, trace.id)
-                    result = await trace.result()
+                    async for output in trace.outputs():
+                        bytes_read += sum(array.nbytes for array in output.delta.get("hs", ()))
+                    # Verifies the fold.
+                    await trace.result()
                     group.cancel_scope.cancel()
                 done += 1
-                bytes_read += sum(array.nbytes for array in result.saves["hs"])
 
         async with anyio.create_task_group() as group:
             for number in range(16):
