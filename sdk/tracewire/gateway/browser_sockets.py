@@ -50,15 +50,16 @@ def subprotocol_of(scope: Scope) -> str | None:
 
 
 def check_origin(scope: Scope, allowed: Sequence[str]) -> None:
-    """Check that the page that opens a WebSocket is the gateway's own, or of an allowed origin.
+    """Check that a request comes from no page, from a page of the gateway's own, or from one of an allowed origin.
 
-    Browsers let any page open WebSockets to any host, and name the page's origin. Other clients name none.
+    Browsers let any page open WebSockets to any host, and post to it, and name the page's origin. Other clients name
+    none.
 
     Raises:
-        Problem: another page opens it.
+        Problem: it comes from another page.
     """
     origin = _header(scope, b"origin")
     if origin is None or origin in allowed or "*" in allowed:
         return
     if urlsplit(origin).netloc.lower() != (_header(scope, b"host") or "").lower():
-        raise Problem(403, f"pages of {origin[:80]} may not open WebSockets here: see --cors", code="not_allowed")
+        raise Problem(403, f"pages of {origin[:80]} may not do this here: see --cors", code="not_allowed")

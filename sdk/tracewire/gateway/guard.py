@@ -22,6 +22,8 @@ logger = logging.getLogger("tracewire.gateway")
 
 #: The routes that need no key.
 OPEN = frozenset({"/healthz", "/readyz"})
+#: The methods that change nothing.
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
@@ -50,9 +52,11 @@ class Guard:
         try:
             if gateway.closing:
                 raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
-            if scope["type"] == "websocket":
+            authorization = authorization_of(scope)
+            # A page of any origin can send a request without a key that changes something. It cannot read the answer.
+            if scope["type"] == "websocket" or (authorization is None and scope["method"] not in _READING):
                 check_origin(scope, gateway.settings.cors)
-            caller = gateway.keys.caller(authorization_of(scope))
+            caller = gateway.keys.caller(authorization)
             # The path names the trace, where a trace exists already.
             add_log_fields(client=caller.name, path=scope["path"])
             with gateway.limits.request(caller):

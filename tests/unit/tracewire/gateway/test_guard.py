@@ -208,3 +208,15 @@ async def test_browsers_may_call_from_the_origins_that_are_configured(gateway: C
             "Access-Control-Allow-Origin"
             not in (await http.get("/traces", headers={"Origin": "https://evil.example"})).headers
         )
+
+
+async def test_a_foreign_page_changes_nothing_without_a_key(gateway: Callable[..., Any]) -> None:
+    evil, good = {"Origin": "https://evil.example"}, {"Origin": "https://app.example"}
+    async with gateway(cors=("https://app.example",)) as served, served.http() as http:
+        own = {"Origin": f"http://{http.base_url.netloc.decode()}"}
+        for headers in (evil, good, own, {}):
+            answer = await http.post("/traces/t/pause", headers=headers)
+            assert (answer.status_code == 403) == (headers is evil), headers
+            if headers is evil:
+                assert answer.json()["detail"] == "pages of https://evil.example may not do this here: see --cors"
+            assert (await http.get("/traces", headers=headers)).status_code == 200
