@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 
 from .app import create_app
 from .keys import Keys
@@ -88,6 +91,7 @@ class Server(uvicorn.Server):
             access_log=False,
             lifespan="on",
             server_header=False,
+            ws=_Socket,
             # Longer than clients keep a connection, so that none sends a request as the server closes it.
             timeout_keep_alive=75,
             # Streams have been ended by then.
@@ -131,6 +135,16 @@ class Server(uvicorn.Server):
         # A second interrupt has ended the draining. What is left is short, and cancels the attached traces.
         self.force_exit = False
         await super().shutdown(sockets)
+
+
+class _Socket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket. uvicorn cannot stop one whose client is just closing it."""
+
+    def shutdown(self) -> None:
+        """Close the connection: the server stops."""
+        with suppress(InvalidState):
+            super().shutdown()
+        self.transport.close()
 
 
 def _tls(binding: Binding) -> dict[str, Any]:

@@ -162,7 +162,9 @@ async def test_sets_dtypes_tuples_as_keys_and_modules_of_one_s_own(model: Model,
             dtypes = (stream.dtype, frozenset({"a"}))
             dtypes.save()
     deltas = [item.delta async for item in tracer if isinstance(item, tracewire.Output)]
-    assert [delta["norms"] for delta in deltas if "norms" in delta] == [{(step, "head"): 6} for step in range(3)]
+    # vLLM merges outputs while their reader is late.
+    streamed = [pair for delta in deltas for pair in delta.get("norms", {}).items()]
+    assert streamed == [((step, "head"), 6) for step in range(3)]
     saves = tracer.saves
     assert saves["norms"] == {(step, "head"): 6 for step in range(3)}
     assert saves["seen"] == {0, 1, 2}

@@ -9,11 +9,14 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import httpx
 import openai
 import pytest
+from websockets.protocol import CLOSING
+from websockets.server import ServerProtocol
 
 from tests.support.bus_engine import Stage
 from tests.support.redis.certificates import Certificates
@@ -21,7 +24,7 @@ from tests.support.sse import events
 from tests.support.until import until
 from tracewire import Client
 from tracewire.gateway.keys import RIGHTS, InvalidKeys, entry_of
-from tracewire.gateway.server import Binding, Server, is_loopback
+from tracewire.gateway.server import Binding, Server, _Socket, is_loopback
 from tracewire.gateway.settings import Settings
 
 Engine = Callable[..., Any]
@@ -171,3 +174,11 @@ async def test_tls(engine: Engine, redis_url: str, prefix: str, tmp_path: Path) 
         async with httpx.AsyncClient(verify=context) as http:
             assert (await http.get(f"{server.url}/healthz")).status_code == 200
         server.should_exit = True
+
+
+def test_a_socket_that_its_client_closes_does_not_keep_the_server_from_stopping() -> None:
+    socket, transport = object.__new__(_Socket), mock.Mock()
+    vars(socket).update(transport=transport, close_sent=False, handshake_complete=True, queue=asyncio.Queue())
+    vars(socket).update(stop_keepalive=mock.Mock(), conn=ServerProtocol(state=CLOSING))
+    socket.shutdown()
+    transport.close.assert_called_once()

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags, use_span
+from opentelemetry.trace import NonRecordingSpan, NoOpTracer, SpanContext, SpanKind, StatusCode, TraceFlags, use_span
 
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tests.support.served import submission
@@ -18,6 +18,7 @@ from tests.support.spans import Stuck, in_memory, span_id
 from tests.support.stepping import Gate, free, some, whole
 from tests.support.until import until
 from tracewire import Client, Final, Prompt, TraceRejected
+from tracewire.traces import client_span
 from tracewire_bus import recovery, span_export
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.json_logs import JsonFormatter
@@ -34,6 +35,12 @@ def recorded() -> tuple[TraceSpans, InMemorySpanExporter]:
     """The maker of an adapter's spans, and the spans that have ended."""
     provider, exporter = in_memory()
     return TraceSpans(provider.get_tracer("test")), exporter
+
+
+@pytest.fixture(autouse=True)
+def _clients_make_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever provider other tests have set for this process."""
+    monkeypatch.setattr(client_span, "_tracer", NoOpTracer)
 
 
 Recorded = tuple[TraceSpans, InMemorySpanExporter]
@@ -66,7 +73,7 @@ async def test_a_trace_has_its_wait_and_its_run_below_the_span_of_the_submission
     (queued,) = named(exporter, "queue tiny")
     for one, kind in ((queued, SpanKind.INTERNAL), (span, SpanKind.SERVER)):
         assert one.context.trace_id == CALLER.trace_id
-        # The client's own span is the caller's here, because its tracer has no provider.
+        # The client's own span is the caller's here, because its tracer makes none.
         assert one.parent is not None
         assert one.parent.span_id == CALLER.span_id
         assert one.kind == kind
