@@ -50,6 +50,7 @@ _TRACE_LAG = "tests/unit/tracewire_engine/adapter/test_trace_lag.py"
 _SPANS = "tests/unit/tracewire_engine/adapter/test_trace_spans.py::test_"
 _STEP_LINK = "tests/unit/tracewire_engine/link/test_step_link.py"
 _TRACE_END = "tests/unit/tracewire_engine/adapter/test_trace_end.py"
+_TAPS = "tests/unit/tracewire_engine/worker/declared"
 _TRACE_RUN = "tests/unit/tracewire_engine/adapter/test_trace_run.py"
 _VALIDATION = "tests/unit/tracewire_engine/adapter/test_validation.py"
 _VECTOR_FILES = "tests/unit/tracewire_engine/adapter/test_vector_files.py"
@@ -620,6 +621,27 @@ MUTANTS = (
         "= [self._take(one, index) for index in wanted]",
         "= [self._take(one, index) for index in reversed(wanted)]",
         _TRACE_RUN + "::test_each_token_has_what_was_saved_in_its_step",
+    ),
+    _of(
+        f"{_ENGINE}/worker/declared/tap_buffers.py",
+        "a-kernel-reads-before-the-edit",
+        "np.where(flags & ADD, flags | READ | AFTER, flags | READ)",
+        "np.where(flags & ADD, flags | READ, flags | READ)",
+        f"{_TAPS}/test_tap_buffers.py::test_half_precision_is_rounded_as_without_kernels",
+    ),
+    _of(
+        f"{_ENGINE}/worker/declared/tap_buffers.py",
+        "a-kernel-s-table-is-of-an-earlier-plan",
+        "        if table is self._current:\n",
+        "        if table is self._current or table is None:\n",
+        f"{_TAPS}/test_tap_buffers.py::test_a_step_without_interventions_changes_nothing",
+    ),
+    _of(
+        f"{_ENGINE}/worker/declared/graph_proof.py",
+        "graphs-that-differ-are-relied-on",
+        "            if apart > _TOLERANCE:\n",
+        '            if apart == float("inf"):\n',
+        f"{_TAPS}/test_graph_proof.py::test_graphs_that_differ_are_not_relied_on",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_stream.py",
