@@ -316,17 +316,21 @@ class DeclaredRequests:
         table = None if plan is None else plan.table
         if self.proof.holds(table):
             return whole()
-        # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
-        mine: list[Any] = [tensor[:total].clone() for tensor in tensors_in(whole())]
+        mine: list[Any] = []
+        with self.proof.guarded():
+            # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
+            mine += [tensor[:total].clone() for tensor in tensors_in(whole())]
+            if plan is not None:
+                self._read_buffers(plan)
+                mine += self._taken(plan)
         if plan is not None:
-            self._read_buffers(plan)
-            mine += self._taken(plan)
-            plan.buffered = False
+            plan.buffered = plan.unread = False
         output = broken()
-        theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
-        if plan is not None:
-            theirs += [found for collector in plan.collectors for found in collector.found]
-        self.proof.compare(table, mine, theirs)
+        with self.proof.guarded():
+            theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
+            if plan is not None:
+                theirs += [found for collector in plan.collectors for found in collector.found]
+            self.proof.compare(table, mine, theirs)
         if self.proof.failed:
             self.buffers = None
         return output
