@@ -86,7 +86,9 @@ class BulkReader:
     async def _read_archive(self, place: StorePlace, where: BulkRange) -> bytes | None:
         from .archive import ArchiveError, ArchiveReader
 
-        archive = self._archives.setdefault(place.archive, ArchiveReader(place.archive))
+        archive = self._archives.get(place.archive)
+        if archive is None:
+            archive = self._archives[place.archive] = ArchiveReader(place.archive)
         try:
             return await anyio.to_thread.run_sync(
                 archive.read, where.store, where.segment, where.offset, where.nbytes, abandon_on_cancel=True

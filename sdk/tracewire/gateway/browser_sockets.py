@@ -15,19 +15,20 @@ from starlette.types import Scope
 
 from .problems import Problem
 
-__all__ = ["SUBPROTOCOL", "authorization_of", "check_origin", "subprotocol_of"]
+__all__ = ["SUBPROTOCOL", "authorization_of", "check_origin", "header_of", "subprotocol_of"]
 
 SUBPROTOCOL = "tracewire"
 _KEY = f"{SUBPROTOCOL}.key."
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The first header of this name, in lower case; `None` without one."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 def authorization_of(scope: Scope) -> str | None:
     """The `Authorization` of a request or WebSocket, whichever way it was sent; None without one."""
-    found = _header(scope, b"authorization")
+    found = header_of(scope, b"authorization")
     if found is not None or scope["type"] != "websocket":
         return found
     for offered in scope.get("subprotocols", ()):
@@ -58,8 +59,8 @@ def check_origin(scope: Scope, allowed: Sequence[str]) -> None:
     Raises:
         Problem: it comes from another page.
     """
-    origin = _header(scope, b"origin")
+    origin = header_of(scope, b"origin")
     if origin is None or origin in allowed or "*" in allowed:
         return
-    if urlsplit(origin).netloc.lower() != (_header(scope, b"host") or "").lower():
+    if urlsplit(origin).netloc.lower() != (header_of(scope, b"host") or "").lower():
         raise Problem(403, f"pages of {origin[:80]} may not do this here: see --cors", code="not_allowed")

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tracewire_bus.log_fields import add_log_fields
 
-from .browser_sockets import authorization_of, check_origin
+from .browser_sockets import authorization_of, check_origin, header_of
 from .dashboard_files import is_dashboard
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
@@ -71,10 +71,6 @@ class Guard:
                 await problem.response(scope["path"])(scope, receive, request.send)
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
-
-
 class _Body:
     """A request's body, up to a limit.
 
@@ -86,7 +82,7 @@ class _Body:
         self._receive = receive
         self._limit = limit
         self._size = 0
-        length = _header(scope, b"content-length")
+        length = header_of(scope, b"content-length")
         if length is not None and length.isdecimal() and int(length) > limit:
             raise Problem(413, self._message(), code="body_too_large")
 
