@@ -148,15 +148,17 @@ def test_a_step_without_interventions_changes_nothing() -> None:
 
 
 def test_the_table_is_written_when_the_plan_changes_and_only_then() -> None:
-    declared, written = declared_of(FITS["a vector"]), []
-    assert declared.buffers is not None
-    use = declared.buffers.use
-    for _ in range(3):
+    declared = declared_of(FITS["a vector"])
+    assert declared.fits_buffers(serving=True)
+    numbers = declared.buffers._numbers
+    written = numbers.clone()
+    for changed in (False, True):
+        numbers.fill_(7)
+        declared.stale = changed
+        states = {"r0": SimpleNamespace(num_computed_tokens=6 + changed, num_prompt_tokens=5)}
+        declared.begin(["r0"], {"r0": 1}, 1, states)
         assert declared.fits_buffers(serving=True)
-        before = declared.buffers._current
-        use(before)
-        written.append(before)
-    assert written[0] is written[1] is written[2]
+        assert torch.equal(numbers, written) is changed
 
 
 @pytest.mark.parametrize(
