@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {
     "README.md": "tour.md",
     "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
+    "SECURITY.md": "vulnerabilities.md",
     "CHANGELOG.md": "changelog.md",
     **{
         str(path.relative_to(ROOT)): f"examples/{path.parent.name}.md"

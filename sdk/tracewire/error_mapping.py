@@ -22,6 +22,7 @@ from .errors import (
     BusRefused,
     BusUnavailable,
     ClientClosed,
+    CodeRefused,
     InvalidUrl,
     MalformedRecord,
     Overloaded,
@@ -49,6 +50,8 @@ def rejection(failure: Failure, trace_id: str) -> TraceRejected:
             line=failure.line,
             source=failure.source,
         )
+    elif failure.type == "CodeRefused":
+        error = CodeRefused(failure.message, field=field)
     else:
         error = TraceRejected(
             field,

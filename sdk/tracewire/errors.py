@@ -27,6 +27,7 @@ __all__ = [
     "ClientClosed",
     "ClientTooOld",
     "ClosedError",
+    "CodeRefused",
     "ConflictError",
     "ConnectError",
     "EditConflict",
@@ -409,6 +410,13 @@ class UnknownModulePath(TraceRejected):
             if nearest is not None:
                 message += f"; the nearest path that exists is {nearest!r}"
         super().__init__("block", message, type="UnknownModulePath", filename=filename, line=line, source=source)
+
+
+class CodeRefused(TraceRejected):
+    """The engine does not run this block's code (`tracewire engine --code`). The message names the option and why."""
+
+    def __init__(self, message: str, *, field: str = "block") -> None:
+        super().__init__(field, message, type="CodeRefused")
 
 
 class UntransportableVariable(TraceRejected):

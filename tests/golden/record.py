@@ -76,6 +76,9 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         edits=[[("calm", 3)]],
         prompt_token_ids=[[1, 2, 3, 70000]],
         prompt_token_strings=[["<s>", "a", " b", "\ufffd"]],
+        code=["ab" * 32],
+        key="alice-1",
+        tenant="alice",
     )
     value = {"scores": [0.5, 1], 3: (None, True), "big": 2**70, "array": _ARRAY, "bytes": b"\0\xff"}
     reference = ArrayRef("float32", (2, 3), digest(_ARRAY), "ab")
@@ -115,7 +118,9 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         tool_calls=[messages.ToolCall(id="call-1", name="add", arguments='{"a": 1}')],
     )
     shared = messages.DecodedShared(**event, invoke=messages.SHARED_INVOKE, time=3.5, deltas=[deltas])
-    change = messages.Change(version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)})
+    change = messages.Change(
+        version=2, by="c", time=4500, values={"alpha": 1.5, "vector": wire(_ARRAY)}, proof=b"proof"
+    )
     submission = messages.Submission(
         trace="t",
         model="m",
@@ -148,6 +153,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             helpers=[Helper(name="f", source="def f(): pass", filename="service.py", first_line=2)],
             modules={"np": "numpy"},
             imports={"Tensor": ("torch", "Tensor")},
+            arguments=["a"],
         ),
         live=pack({"alpha": 0.5}),
         deadline_s=30.5,
@@ -244,6 +250,10 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         openai="http://127.0.0.1:8000/v1",
         host="a",
         tree=b"\2" * 16,
+        code="signed",
+        code_reason="as the operator has set it",
+        unsigned=False,
+        public_key="ab" * 32,
         config={"hidden_size": 8, "rope_scaling": {"factor": 2.0}, "architectures": ["Llama"]},
     )
     return {
@@ -274,6 +284,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
                 time=7.5,
                 columns=[messages.ColumnsManifest(invoke=0, choice=1, records=1, digest=b"\2" * 16)],
                 messages=[(0, 1, message)],
+                signature=b"\3" * 64,
             ),
         ),
         "submission": ("submission", submission),

@@ -48,6 +48,7 @@ RUN_BY = {
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
     "tracewire redis": _CLI + "redis.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire approve": _CLI + "approve.py::test_what_a_caller_submits_is_what_was_approved",
     "tracewire chat": _CLI + "chat.py::test_each_line_of_a_pipe_is_a_message",
     "tracewire doctor": _CLI + "doctor.py::test_a_sound_bus",
     "tracewire edits install": _CLI + "edits.py::test_declared_interventions_are_installed",
@@ -57,6 +58,8 @@ RUN_BY = {
     "tracewire steer": _CLI + "control.py::test_a_trace_is_steered_paused_resumed_and_cancelled",
     "tracewire top": _CLI + "top.py::test_a_trace_is_opened_and_steered",
     "tracewire up demo": "tests/e2e/cli/test_up.py::test_up_demo",
+    "tracewire engine MODEL --code listed": "tests/unit/tracewire_engine/launch/test_code_options.py::"
+    "test_listed_needs_the_file_and_reads_it",
     "tracewire engine demo": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL": "tests/e2e/tracing/test_traces.py::*",
     "tracewire engine MODEL --distributed-executor-backend ray": "tests/e2e/parallel/test_ray.py::*",

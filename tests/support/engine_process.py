@@ -71,6 +71,9 @@ class EngineProcess:
 
     def __init__(self, url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         check_expected()
+        if not url.startswith("unix:") and "--code" not in options:
+            # A Redis that the test has started itself is not known to be private to this user.
+            options = (*options, "--code", "any")
         self.log = folder / "engine.log"
         #: All processes below the supervisor, when it was ready.
         self.below: list[psutil.Process] = []

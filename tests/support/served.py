@@ -25,12 +25,12 @@ ENGINE = "the-engine"
 
 
 @asynccontextmanager
-async def served(bus: Bus, embedded: str, prefix: str) -> AsyncIterator[tuple[Adapter, Client]]:
-    """An adapter in this process, and a client of another bus."""
+async def served(bus: Bus, embedded: str, prefix: str, **settings: Any) -> AsyncIterator[tuple[Adapter, Client]]:
+    """An adapter in this process with these settings, and a client of another bus."""
     engine = ScriptedEngine(partial(anyio.sleep, 0.005))
     with anyio.fail_after(PATIENCE):
         async with (
-            serving(bus, engine, info("tiny", engine=ENGINE)) as adapter,
+            serving(bus, engine, info("tiny", engine=ENGINE), **settings) as adapter,
             tracewire.connect(embedded, prefix=prefix) as client,
         ):
             while not await bus.registry.alive(ENGINE):  # noqa: ASYNC110

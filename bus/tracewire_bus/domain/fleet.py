@@ -27,6 +27,7 @@ _COMPARED: Final = {name: name for name in _MUST_AGREE} | {
     "taps": "taps",
     "loras": "LoRA adapters",
     "modalities": "modalities",
+    "code": "code that they run",
     "versions": "versions",
 }
 

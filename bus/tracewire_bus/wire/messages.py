@@ -89,9 +89,9 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 2)
+SCHEMA: tuple[int, int] = (2, 3)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 5)
+REQUEST_SCHEMA: tuple[int, int] = (1, 6)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -136,7 +136,8 @@ class Block(Message):
     `variables` is the packed dict of plain values by name. `modules` maps a name to an importable module path
     (`{"np": "numpy"}`); `imports` maps a name to `(module, attribute)`, for `from torch import Tensor`. `paths` maps a
     name to the path of one of the model's modules (`""`: the model itself), `shared` to the name of one of the trace's
-    shared values. Helpers see the same names as the block, and each other.
+    shared values. Helpers see the same names as the block, and each other. `arguments` are the variables that the
+    caller passed as arguments; the other variables came along with the code.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Block(Message):
     imports: dict[str, tuple[str, str]] = {}
     paths: dict[str, str] = {}
     shared: dict[str, str] = {}
+    arguments: list[str] = []
 
 
 # --- declared interventions -------------------------------------------------------------------------------------------
@@ -513,7 +515,10 @@ class Accepted(Event, tag="accepted"):
     The other lists have one item an invoke: `sampling` the sampling params as vLLM resolved them, `prompt_tokens` the
     number of tokens of the prompt, `prompt_token_ids` their ids, `prompt_token_strings` a string for each if the
     submission asked for them (`Submission.token_strings`), and `edits` the `(name, version)` of each standing
-    intervention that runs on the invoke.
+    intervention that runs on the invoke. `code` is the hash of its block's code, `""` without a block.
+
+    `key` is the id of the key that signed the submission, and `tenant` the key's tenant; both are `""` if the
+    submission was not signed.
     """
 
     type: ClassVar[Literal["accepted"]] = "accepted"
@@ -531,6 +536,9 @@ class Accepted(Event, tag="accepted"):
     edits: list[list[tuple[str, int]]] = []
     prompt_token_ids: list[list[int]] = []
     prompt_token_strings: list[list[str]] = []
+    code: list[str] = []
+    key: str = ""
+    tenant: str = ""
 
 
 class ToolCallDelta(Message):
@@ -637,13 +645,15 @@ class Change(Message, array_like=True):
     """One accepted change of a trace's live parameters; all parameters in it change in the same step.
 
     `version` counts a trace's changes from 1. `by` is the client that made the change; `time` is when Redis accepted
-    it, in milliseconds since the epoch. `values` holds the new values by name.
+    it, in milliseconds since the epoch. `values` holds the new values by name. `proof` is the client's signature of the
+    values, if the client has a key.
     """
 
     version: int
     by: str
     time: int
     values: dict[str, Any] = {}
+    proof: bytes = b""
 
 
 class FirstToken(Message, array_like=True):
@@ -795,6 +805,7 @@ class Final(Event, tag="final"):
     submission asked for them, has for each invoke one dict per prompt token, as in `OutputBase.logprobs`; the dict of
     the first token is empty. `warnings` are texts about likely mistakes in a block, each with the block's line.
     `messages` are `(invoke, choice, message)` of the invokes with a `Chat`: the whole messages, parsed at once.
+    `signature` is the engine's signature of the event, if it signs finals ([`tracewire_bus.wire.signing`][]).
     """
 
     type: ClassVar[Literal["final"]] = "final"
@@ -809,6 +820,7 @@ class Final(Event, tag="final"):
     warnings: list[str] = []
     columns: list[ColumnsManifest] = []
     messages: list[tuple[int, int, ChatMessage]] = []
+    signature: bytes = b""
 
     @property
     def id(self) -> str:
@@ -909,7 +921,9 @@ class EngineInfo(Message):
     standing interventions that the engine runs; `edit_errors` maps the name of an intervention that it cannot run to
     the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped. `waiting_bytes` is
     how many bytes of events and saves wait for Redis. `edit_failures` counts for each standing intervention the
-    requests of this engine on which it raised.
+    requests of this engine on which it raised. `code` says whose blocks the engine runs (`none`, `listed`, `signed` or
+    `any`; `""` if unknown), `code_reason` why. `unsigned` says whether it accepts submissions and orders that no key
+    has signed. `public_key` is the key with which it signs finals, in hexadecimal; `""` if it signs none.
     """
 
     engine: str
@@ -945,3 +959,7 @@ class EngineInfo(Message):
     sources: dict[str, str] = {}
     waiting_bytes: int = 0
     edit_failures: dict[str, int] = {}
+    code: str = ""
+    code_reason: str = ""
+    unsigned: bool = True
+    public_key: str = ""

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import anyio
 from anyio import to_process
 
+from tracewire_bus.domain.code_identity import imported
 from tracewire_bus.domain.tree import ModuleTree, PathProblem, check_block
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
 from tracewire_bus.wire.messages import EngineInfo
@@ -36,11 +37,12 @@ class Examined(NamedTuple):
     """The result of checking a source.
 
     `error` is the class, line and message of the exception if the source does not compile. `problem` is the first
-    module path that does not exist.
+    module path that does not exist. `imports` are the modules that the source imports.
     """
 
     error: tuple[str, int | None, str] | None = None
     problem: PathProblem | None = None
+    imports: tuple[str, ...] = ()
 
 
 class Sources:
@@ -106,4 +108,4 @@ def _examine(tree: ModuleTree, source: str, names: tuple[str, ...]) -> Examined:
     if len(source) > SHORT and took > MOST_COMPILING_S:
         return Examined(("SyntaxError", None, f"it takes {took:.2f} s to compile; {MOST_COMPILING_S:g} s are allowed"))
     problems = [problem for name in names for problem in check_block(tree, source, name)]
-    return Examined(None, problems[0] if problems else None)
+    return Examined(None, problems[0] if problems else None, imported(source))

@@ -282,6 +282,7 @@ class Intake:
             why=entry.why,
             live=live,
             close=partial(self._bus.records.close, submission.trace, opened.attempt),
+            code=validated.code,
             span=span,
         )
         run = TraceRun(self._services, attempt)

@@ -64,7 +64,6 @@ class Adapter:
         self._info = info
         self._bus = bus
         self._settings = settings = settings or Settings()
-        info.retention_s = bus.retention_s
         tree = ModuleTree(info)
         self._lifecycle = Lifecycle(info.engine)
         self.serving = self._lifecycle.serving
@@ -73,14 +72,15 @@ class Adapter:
         #: Set when `run` has returned.
         self.ended = anyio.Event()
         self._pending: dict[str, PendingRecords] = {}
-        self._validator = Validator(info, tree)
-        self._standing = StandingEdits(bus, info, tree, self._validator.check_block, self._renew)
+        _describe(info, bus, settings)
+        self._validator = Validator(info, tree, settings.code)
+        checks = self._validator.check_block, self._renew, settings.code.permit
+        self._standing = StandingEdits(bus, info, tree, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)
         self._retention = Retention(bus.snapshots, settings.retain_events, settings.retain_bytes)
-        self._finished = FinishedRetention(
-            *(bus, info.engine, settings.retain_traces, settings.retain_total_bytes), every_s=settings.heartbeat_s
-        )
+        kept = settings.retain_traces, settings.retain_total_bytes
+        self._finished = FinishedRetention(bus, info.engine, *kept, every_s=settings.heartbeat_s)
         #: The requests of the HTTP API, which are not traces.
         self.plain = PlainRequests(
             bus, self._standing, self._reports, self._pending, info.engine, self._lifecycle.notify
@@ -325,3 +325,9 @@ class Adapter:
                 return False
             asking.cancel_scope.cancel()
         return True
+
+
+def _describe(info: EngineInfo, bus: Bus, settings: Settings) -> None:
+    """Write into the engine's entry of the registry what its settings say."""
+    info.retention_s = bus.retention_s
+    info.code, info.code_reason = settings.code.code, settings.code.reason

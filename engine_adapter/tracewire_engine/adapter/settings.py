@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .bulk_writer import BulkSettings
+from .code_policy import CodePolicy
 from .pending import REPORT_S
 
 if TYPE_CHECKING:
     from .trace_spans import TraceSpans
 
 __all__ = ["Settings"]
+
+_ANY = CodePolicy()
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,5 @@ class Settings:
     memory_patience_s: float = 60.0
     #: How long the engine may take to report a step, or to answer a call, before it counts as lost.
     engine_patience_s: float = REPORT_S
+    #: Whose blocks run.
+    code: CodePolicy = _ANY

@@ -107,8 +107,8 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
 
 
 class StandingEdits:
-    """The edits of one engine's model. `check_block` refuses a block that cannot run; `announce` renews the registry's
-    entry of the engine, which says what it runs.
+    """The edits of one engine's model. `check_block` refuses a block that cannot run, and `permit` makes the workers'
+    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs.
     """
 
     def __init__(
@@ -116,14 +116,16 @@ class StandingEdits:
         bus: Bus,
         info: EngineInfo,
         tree: ModuleTree,
-        check_block: Callable[[Block], Awaitable[None]],
+        check_block: Callable[[Block], Awaitable[str]],
         announce: Callable[[], Awaitable[None]],
+        permit: Callable[[bytes], bytes] = lambda block: b"",
     ) -> None:
         self._bus = bus
         self._info = info
         self._tree = tree
         self._check_block = check_block
         self._announce = announce
+        self._permit = permit
         self._ready: list[RunnableEdit] = []
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
@@ -202,7 +204,8 @@ class StandingEdits:
         block = None
         if edit.block is not None:
             await self._check_block(edit.block)
-            block = EditBlock(edit.name, msgspec.Raw(_encoder.encode(edit.block)), edit.on_error == "fail")
+            encoded = _encoder.encode(edit.block)
+            block = EditBlock(edit.name, msgspec.Raw(encoded), edit.on_error == "fail", self._permit(encoded))
         for index, name, value in array_fields(edit.interventions):
             if isinstance(value, ArrayRef):
                 raise Rejection(f"interventions[{index}].{name}", "expected an array: an edit has no references")

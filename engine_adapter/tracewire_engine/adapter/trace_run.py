@@ -114,6 +114,8 @@ class Attempt:
     live: LiveTrace | None
     #: Closes the record to changes of live parameters, and returns all changes that the record has accepted.
     close: Callable[[], Awaitable[list[bytes]]]
+    #: The hash of each invoke's code, if an invoke has any.
+    code: Sequence[str] = ()
     #: The attempt's OpenTelemetry span, if there is one.
     span: AttemptSpan | None = None
 
@@ -552,4 +554,5 @@ def _accepted(
         edits=[edits.versions for edits in attempt.edits],
         prompt_token_ids=[request.prepared.token_ids for request in requests],
         prompt_token_strings=[one for one in strings if one is not None],
+        code=list(attempt.code),
     )

@@ -22,6 +22,7 @@ from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, EngineInfo, Failu
 from tracewire_bus.wire.packing import unpack
 
 from .block_sources import Sources
+from .code_policy import CodePolicy
 from .engine_api import Rejection
 from .standing_edits import place
 
@@ -51,19 +52,24 @@ _interventions = msgspec.msgpack.Decoder(_Interventions)
 
 
 class Validated(msgspec.Struct):
-    """A submission that can run: the encoded block of each invoke, and its encoded declared interventions, if any."""
+    """A submission that can run: the encoded block of each invoke, and its encoded declared interventions, if any.
+
+    `code` has the hash of each invoke's code, `""` for an invoke without a block.
+    """
 
     submission: Submission
     blocks: Blocks
     declared: bytes | None
+    code: list[str]
 
 
 class Validator:
     """Checks submissions against one engine's model."""
 
-    def __init__(self, info: EngineInfo, tree: ModuleTree) -> None:
+    def __init__(self, info: EngineInfo, tree: ModuleTree, code: CodePolicy | None = None) -> None:
         self._info = info
         self._tree = tree
+        self._code = code or CodePolicy()
         self._sources = Sources(info, tree)
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
@@ -87,8 +93,8 @@ class Validator:
         submission, light = await self._decode(data)
         if submission.trace != trace:
             raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
-        blocks = await self._check(submission)
-        return Validated(submission, blocks, await self._look(light, self._place, submission, data))
+        blocks, code = await self._check(submission)
+        return Validated(submission, blocks, await self._look(light, self._place, submission, data), code)
 
     async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
         """Call `look(*arguments)`: at once if `light`, else on a thread, one call at a time.
@@ -134,8 +140,8 @@ class Validator:
         await self._look(False, lambda: [measure(data, field) for field, data in long])
         return False
 
-    async def _check(self, submission: Submission) -> Blocks:
-        """Check a submission without the engine. Returns the encoded block of each invoke.
+    async def _check(self, submission: Submission) -> tuple[Blocks, list[str]]:
+        """Check a submission without the engine. Returns the encoded block, and the hash of the code, of each invoke.
 
         Raises:
             Rejection: naming the field.
@@ -155,18 +161,26 @@ class Validator:
         if not isinstance(shared, dict):
             raise Rejection("shared", "expected a dict of values by name")
         encoded: dict[int, bytes] = {}
+        hashes: dict[int, str] = {}
         for index, block in enumerate([submission.block, *(invoke.block for invoke in submission.invokes)]):
             if block is not None:
-                await self.check_block(block, shared)
+                hashes[index] = await self.check_block(block, shared)
                 encoded[index] = self._encoder.encode(block)
-        return [encoded.get(index, encoded.get(0)) for index in range(1, len(submission.invokes) + 1)]
+        numbers = range(1, len(submission.invokes) + 1)
+        return (
+            [encoded.get(number, encoded.get(0)) for number in numbers],
+            [hashes.get(number, hashes.get(0, "")) for number in numbers] if hashes else [],
+        )
 
-    async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> None:
-        """Refuse a block that cannot run here. `shared` are the shared values of its trace.
+    async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> str:
+        """Refuse a block that cannot run here. Returns the hash of its code. `shared` are its trace's shared values.
 
         Raises:
             Rejection: the block cannot run.
         """
+        code = await self._look(len(block.variables) <= _LIGHT_BYTES, self._code.check, block)
+        self._code.check_imports(block.name, block.modules.values())
+        self._code.check_imports(block.name, (module for module, _ in block.imports.values()))
         await self._check_source(block)
         for name, path in block.paths.items():
             if not self._tree.knows(path):
@@ -177,6 +191,7 @@ class Validator:
         missing = sorted(set(block.shared.values()) - shared.keys())
         if missing:
             raise Rejection("shared", f"{block.name} uses shared values that the trace does not have: {missing}")
+        return code
 
     def _place(self, submission: Submission, data: bytes) -> bytes | None:
         """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.
@@ -205,12 +220,13 @@ class Validator:
             (block.name, block.source, block.first_line, models),
             *((helper.name, helper.source, helper.first_line, ()) for helper in block.helpers),
         ]:
-            error, problem = await self._sources.examine(source, names)
+            error, problem, imports = await self._sources.examine(source, names)
             if error is not None:
                 kind, number, message = error
                 line = None if number is None else number + first_line - 1
                 where = "" if line is None else f" at line {line} of {block.filename}"
                 raise Rejection("block", f"{name} does not compile{where}: {message}", type=kind, line=line)
+            self._code.check_imports(name, imports)
             if problem is not None:
                 near = f"; the nearest that does is {problem.nearest!r}" if problem.nearest else ""
                 raise Rejection(

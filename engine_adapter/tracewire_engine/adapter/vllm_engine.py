@@ -28,6 +28,7 @@ from tracewire_engine.protocol.keys import (
     EDITS_ARG,
     END_ARG,
     LIVE_ARG,
+    PERMIT_ARG,
     RESULT_ARG,
     RUN_ARG,
     SHARED_ARG,
@@ -193,6 +194,8 @@ class VllmEngine:
         self._loras = {one.lora_name: one for one in model.loras}
         #: Whether vLLM makes OpenTelemetry spans (`--otlp-traces-endpoint`). Otherwise it warns of contexts.
         self._has_spans = self.llm.vllm_config.observability_config.otlp_traces_endpoint is not None
+        #: Makes the permit of an encoded block for the workers.
+        self.permit: Callable[[bytes], bytes] = lambda block: b""
         #: The outputs of requests with a block, by request id, while another object refers to them.
         self._traced: WeakValueDictionary[str, _VllmOutputs] = WeakValueDictionary()
 
@@ -216,6 +219,7 @@ class VllmEngine:
         sampling = resolved(params)
         extra = {
             BLOCK_ARG: block,
+            PERMIT_ARG: self.permit(block) if block is not None else None,
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,

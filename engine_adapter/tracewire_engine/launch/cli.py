@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_bytes as new_secret
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
 from .chat_options import add_chat_options, chat_options, server_options
+from .code_options import check_code, code_policy, limited_imports
 from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
     from tracewire_engine.adapter.bulk_writer import BulkSettings
+    from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.settings import Settings
@@ -134,6 +137,8 @@ def _adapter(
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
         _check_bulk(options)
+        check_code(options)
+        options.permit_key = new_secret(32)
         options.exporter = _exporter(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
@@ -309,6 +314,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
                 blob_threshold=options.blob_threshold,
                 kept_bytes=options.kept_kv_bytes,
                 worker_patience_s=options.worker_patience,
+                permit_key=options.permit_key,
+                code_imports=sorted(limited_imports(options)),
             ),
             loras=dict(options.lora),
             cluster=cluster,
@@ -386,7 +393,10 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
             return _refuse(error)
         if stranger := await _stranger(bus, info):
             return _refuse(stranger)
-        adapter = Adapter(engine, info, bus, replace(_settings(options), spans=_spans(options, info, held)))
+        settings = replace(_settings(options), spans=_spans(options, info, held), code=code_policy(options))
+        engine.permit = settings.code.permit
+        _say(settings.code)
+        adapter = Adapter(engine, info, bus, settings)
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, adapter)
@@ -433,6 +443,12 @@ def _settings(options: argparse.Namespace) -> Settings:
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
     )
+
+
+def _say(code: CodePolicy) -> None:
+    """Log whose blocks the engine runs."""
+    level = logging.WARNING if code.code == "any" else logging.INFO
+    logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
 
 
 def _bulk(options: argparse.Namespace) -> BulkSettings | None:

@@ -40,8 +40,10 @@ from tracewire_engine.protocol.keys import (
     BLOB_THRESHOLD,
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
+    CODE_IMPORTS,
     KEPT_BYTES,
     LINK_ADDRESS,
+    PERMIT_KEY,
     RAY_CLUSTER,
     STEP_TOKENS,
     WORKER_PATIENCE,
@@ -151,6 +153,10 @@ class WorkerSettings:
     kept_bytes: int = 8 << 30
     #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
     worker_patience_s: float = 30.0
+    #: The key of the adapter's permits for blocks; without one, the workers run every block that reaches them.
+    permit_key: bytes = b""
+    #: What blocks may import where the adapter limits that.
+    code_imports: Sequence[str] = ()
 
 
 def build_engine(
@@ -191,6 +197,8 @@ def build_engine(
         KEPT_BYTES: settings.kept_bytes,
         STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
         WORKER_PATIENCE: settings.worker_patience_s,
+        PERMIT_KEY: settings.permit_key.hex(),
+        CODE_IMPORTS: list(settings.code_imports),
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor

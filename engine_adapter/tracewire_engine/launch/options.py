@@ -8,12 +8,16 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
 from tracewire_bus.logs import LOG_FORMATS
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .secret import URL
 
-__all__ = ["add_options", "redis_url"]
+__all__ = ["CODES", "add_options", "redis_url"]
+
+#: The values of `--code`.
+CODES = ("none", "listed", "signed", "any")
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -52,6 +56,16 @@ def name_and_folder(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"expected NAME=FOLDER, got {text!r}")
     return name, folder
+
+
+def imports(text: str) -> frozenset[str] | None:
+    """An argparse converter for `any`, or names of packages with commas between them. None for `any`."""
+    if text == "any":
+        return None
+    names = [one.strip() for one in text.split(",")]
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"expected names of packages such as torch,numpy, or any; got {text!r}")
+    return frozenset(names)
 
 
 def host_and_port(text: str) -> str:
@@ -104,6 +118,29 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         default=[],
         metavar="NAME=FOLDER",
         help="serve a LoRA adapter (PEFT's format) to the prompts that ask for it by name (repeatable)",
+    )
+    # The command makes the key of permits when it starts.
+    group.set_defaults(permit_key=b"")
+    group.add_argument(
+        "--code",
+        choices=CODES,
+        help="whose blocks to run: none, only declared interventions; listed, approved ones (tracewire approve); "
+        "signed, those of keys with the right 'code'; any (default: any if the Redis is private to this user, else "
+        "none)",
+    )
+    group.add_argument(
+        "--approved",
+        type=Path,
+        metavar="FILE",
+        help="with --code listed: the approved blocks, as tracewire approve writes them",
+    )
+    group.add_argument(
+        "--code-imports",
+        type=imports,
+        default=argparse.SUPPRESS,
+        metavar="PACKAGES",
+        help="what a block may import: names with commas between them, or any (default: any with --code any, else "
+        f"{len(DEFAULT_IMPORTS)} packages such as torch, numpy and math; see docs/security.md)",
     )
     group.add_argument(
         "--block-timeout",

@@ -9,12 +9,15 @@ __all__ = [
     "BLOCK_ARG",
     "BLOCK_TIMEOUT",
     "CHECK_COLLECT",
+    "CODE_IMPORTS",
     "DECLARED_ARG",
     "EDITS_ARG",
     "END_ARG",
     "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
+    "PERMIT_ARG",
+    "PERMIT_KEY",
     "RAY_CLUSTER",
     "RESULT_ARG",
     "RUN_ARG",
@@ -28,6 +31,8 @@ __all__ = [
 
 #: The request's encoded `Block`.
 BLOCK_ARG = "tracewire_block"
+#: The adapter's permit for that block (`protocol/permits.py`).
+PERMIT_ARG = "tracewire_permit"
 #: Its declared interventions: an encoded list of `Placed`.
 DECLARED_ARG = "tracewire_declared"
 #: The packed live parameters of its run.
@@ -48,6 +53,11 @@ LINK_ADDRESS = "tracewire_link"
 
 #: Key of `additional_config`: whether to take the digests of a final's manifest from nnsight's own collect.
 CHECK_COLLECT = "tracewire_check_collect"
+
+#: Key of `additional_config`: the key of permits, in hexadecimal; and what a block may import if its permit says that
+#: it is limited.
+PERMIT_KEY = "tracewire_permit_key"
+CODE_IMPORTS = "tracewire_code_imports"
 
 #: Key of `additional_config`: how long a block may take in one step, in seconds; 0 for no limit.
 BLOCK_TIMEOUT = "tracewire_block_timeout"

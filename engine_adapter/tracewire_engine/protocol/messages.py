@@ -127,11 +127,15 @@ class Placed(msgspec.Struct, array_like=True):
 
 
 class EditBlock(msgspec.Struct, array_like=True):
-    """The block of a standing intervention for the workers. If `fatal`, an exception of it ends the request."""
+    """The block of a standing intervention for the workers. If `fatal`, an exception of it ends the request.
+
+    `permit` is the adapter's permit for the block (`permits.py`).
+    """
 
     name: str
     block: msgspec.Raw
     fatal: bool = False
+    permit: bytes = b""
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -13,6 +13,7 @@ from tracewire_engine.protocol.keys import (
     EDITS_ARG,
     END_ARG,
     LIVE_ARG,
+    PERMIT_ARG,
     RESULT_ARG,
     RUN_ARG,
     SHARED_ARG,
@@ -150,7 +151,7 @@ class TracedRequests(Requests):
             try:
                 share = arguments.get(SHARED_ARG)
                 shared = {} if share is None else self.shared_runs.join(share).values
-                request.mediator = self.blocks.mediator(block, live, shared)
+                request.mediator = self.blocks.mediator(block, live, shared, arguments.get(PERMIT_ARG, b""))
             except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
                 request.error = failure_of(exception, None)
 

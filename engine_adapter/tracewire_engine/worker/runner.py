@@ -37,10 +37,13 @@ from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
+    CODE_IMPORTS,
     EDITS_ARG,
     LINK_ADDRESS,
+    PERMIT_KEY,
 )
 from tracewire_engine.protocol.messages import Applied
+from tracewire_engine.protocol.permits import Permits
 from tracewire_engine.worker.blocks import save_marks, time_limit
 from tracewire_engine.worker.blocks.batched_serving import RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
@@ -134,7 +137,10 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Replace nnsight's registry of requests by Tracewire's."""
         budget.changes = self._changes
         model, kind = self.nnsight_model, BlockMediator if pipeline is None else StagedMediator
-        blocks = BlockCache(model, self.device, self.tracewire_inputs, kind=kind)
+        config = self.vllm_config.additional_config
+        permits = Permits(bytes.fromhex(config.get(PERMIT_KEY, "")))
+        imports = config.get(CODE_IMPORTS) or ()
+        blocks = BlockCache(model, self.device, self.tracewire_inputs, kind=kind, permits=permits, imports=imports)
         self.nnsight_requests = TracedRequests(blocks, self.tracewire_declared, LiveRuns(), budget, pipeline)
         model.interleaver.encoders = self.nnsight_requests.encoders = encoder_locations(self.get_model())
 

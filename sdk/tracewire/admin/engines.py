@@ -45,6 +45,10 @@ class Engine(msgspec.Struct, frozen=True):
             writes to Tracewire's keys.
         waiting_bytes: how many bytes of events and saves wait for Redis.
         edit_failures: for each standing intervention the number of this engine's requests on which it raised.
+        code: whose blocks it runs: `none`, `listed`, `signed` or `any`; `""` for an old engine.
+        code_reason: why that is so.
+        unsigned: whether it accepts submissions and orders that no key has signed.
+        public_key: the key with which it signs finals, in hexadecimal; `""` if it signs none.
     """
 
     name: str
@@ -62,6 +66,10 @@ class Engine(msgspec.Struct, frozen=True):
     malformed: int = 0
     waiting_bytes: int = 0
     edit_failures: dict[str, int] = {}
+    code: str = ""
+    code_reason: str = ""
+    unsigned: bool = True
+    public_key: str = ""
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
@@ -83,6 +91,10 @@ class Engine(msgspec.Struct, frozen=True):
             malformed=info.malformed,
             waiting_bytes=info.waiting_bytes,
             edit_failures=dict(info.edit_failures),
+            code=info.code,
+            code_reason=info.code_reason,
+            unsigned=info.unsigned,
+            public_key=info.public_key,
         )
 
     @property

@@ -111,6 +111,7 @@ class Capture:
             imports=dict(sorted(self.imports.items())),
             paths=dict(sorted(self.paths.items())),
             shared=dict(sorted(self.shared.items())),
+            arguments=sorted(self._values.keys() & set(self._bound)),
         )
 
     def packed(self) -> bytes:

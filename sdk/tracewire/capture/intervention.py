@@ -161,6 +161,12 @@ class Intervention(BlockFunction):
         return types.MappingProxyType(self._bound)
 
     @property
+    def required(self) -> list[str]:
+        """The names of the variables that are not bound and have no default."""
+        defaults = defaults_of(self._function)
+        return [name for name in self._variables if name not in self._bound and name not in defaults]
+
+    @property
     def source(self) -> str:
         """The source text of the body."""
         return self._source.body[0]

@@ -17,6 +17,7 @@ import anyio
 
 from tracewire.errors import TracewireError
 
+from .approve import add_approve
 from .chat import add_chat
 from .commands import Parser, UsageError
 from .completion import add_completion, complete
@@ -147,6 +148,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
         add(commands, parents)
     for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway):
         add(commands, parents)
+    add_approve(commands)
     add_redis(commands)
     add_completion(commands)
     own = frozenset(commands.choices)

@@ -29,7 +29,9 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.store.trace_records import cancellation
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import DecodedOutput, Failure, Manifest
+from tracewire_bus.wire.messages import Block, DecodedOutput, Failure, Manifest
+from tracewire_engine.adapter.code_policy import CodePolicy
+from tracewire_engine.adapter.engine_api import Rejection
 
 PATIENCE = 20
 PAGE = ROOT / "docs" / "errors.md"
@@ -245,6 +247,13 @@ async def UnknownModulePath(world: World) -> None:
 
     await world.registered()
     await world.client.trace("tiny", "hello", watch).start()
+
+
+@raises
+async def CodeRefused(world: World) -> None:
+    with pytest.raises(Rejection) as refused:
+        CodePolicy("none", "...").check(Block(name="watch", source=""))
+    await world.result(ends("rejected", refused.value.failure))
 
 
 @raises

@@ -10,10 +10,11 @@ names they bind can be saved by name.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ import torch
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import unpack
+from tracewire_engine.protocol.permits import Permits
 from tracewire_engine.worker.remote_inputs import RemoteInputs
 from tracewire_engine.worker.tensors import to_tensors
 
 from . import block_names
 from . import time_limit as watchdog
 from .compiled_source import CompiledSource
+from .limited_imports import limited_builtins
 from .live_params import LiveRun, LiveValues
 from .mediator import BlockMediator, BlockTracer
 
@@ -51,26 +54,36 @@ class BlockCache:
         folder: Path | RemoteInputs = Path(),
         size: int = 256,
         kind: type[BlockMediator] = BlockMediator,
+        permits: Permits | None = None,
+        imports: Collection[str] = (),
     ) -> None:
         self._model = model
         self._kind = kind
         self.device = device
         self.folder = folder
         self._size = size
+        self._permits = permits or Permits(b"")
+        #: The builtins of blocks whose permit limits their imports.
+        self._limited = limited_builtins(imports)
         self._compiled: OrderedDict[bytes, CompiledSource] = OrderedDict()
 
-    def mediator(self, block: bytes, live: LiveRun, shared: Mapping[str, Any] = _NOTHING) -> BlockMediator:
+    def mediator(
+        self, block: bytes, live: LiveRun, shared: Mapping[str, Any] = _NOTHING, permit: bytes = b""
+    ) -> BlockMediator:
         """Make the mediator of one request's block.
 
         Args:
             block: a `Block`, encoded with msgpack.
             live: the live parameters of the request's run.
             shared: the values that all blocks of the trace share, by the name of each in the trace.
+            permit: the adapter's permit for this block.
 
         Raises:
+            NoPermit: the permit is not of this block and this engine's adapter.
             BaseException: any exception of compiling the source, importing a module, decoding a value or running a
                 helper's definition; the caller makes it the request's error.
         """
+        limited = self._permits.check(block, permit)
         message = _blocks.decode(block)
         # The key covers the text alone: the values that come with a block are the request's own, and may be large.
         key = digest_bytes(_encoder.encode((message.name, message.source, message.filename, message.first_line)))
@@ -84,16 +97,24 @@ class BlockCache:
             self._compiled.move_to_end(key)
 
         with watchdog.turn(building=True):
-            return self._bind(message, compiled, live, shared)
+            return self._bind(message, compiled, live, shared, self._limited if limited else builtins.__dict__)
 
     def _bind(
-        self, message: Block, compiled: CompiledSource, live: LiveRun, shared: Mapping[str, Any]
+        self,
+        message: Block,
+        compiled: CompiledSource,
+        live: LiveRun,
+        shared: Mapping[str, Any],
+        names: dict[str, Any],
     ) -> BlockMediator:
-        """A mediator over the compiled code, with this request's own values."""
-        scope: dict[str, Any] = {"__builtins__": __builtins__, "__name__": block_names.__name__}
+        """A mediator over the compiled code, with this request's own values. `names` are the block's builtins."""
+        scope: dict[str, Any] = {"__builtins__": names, "__name__": block_names.__name__}
+        load = names["__import__"]
         for name, module in message.modules.items():
+            load(module)
             scope[name] = importlib.import_module(module)
         for name, (module, attribute) in message.imports.items():
+            load(module)
             scope[name] = _attribute(importlib.import_module(module), attribute)
         for name, path in message.paths.items():
             scope[name] = self._model.get(path) if path else self._model

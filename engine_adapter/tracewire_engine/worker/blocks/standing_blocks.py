@@ -54,7 +54,7 @@ class EditedRequest(Request):
             return
         for edit in edits:
             try:
-                mediator = cache.mediator(bytes(edit.block), LiveRun(""))
+                mediator = cache.mediator(bytes(edit.block), LiveRun(""), permit=edit.permit)
             except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
                 self._failed(edit.name, failure_of(exception, None), edit.fatal)
                 continue

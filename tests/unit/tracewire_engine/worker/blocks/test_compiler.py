@@ -11,6 +11,7 @@ import torch
 
 from tracewire_bus.wire.messages import Block, Helper
 from tracewire_bus.wire.packing import pack
+from tracewire_engine.protocol.permits import NoPermit, Permits
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LiveRun
 
@@ -74,3 +75,27 @@ def test_modules_imports_helpers_and_shared_values_are_bound_by_name() -> None:
 def test_a_module_that_there_is_not_is_the_request_s_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         _cache().mediator(_encoded("pass", modules={"m": "no_such_module"}), LiveRun(""))
+
+
+def test_a_block_without_the_adapter_s_permit_does_not_run() -> None:
+    permits = Permits(b"k" * 32)
+    cache = BlockCache(None, torch.device("cpu"), kind=Bound, permits=permits, imports=["math"])  # type: ignore[arg-type]
+    block = _encoded("import math\nout = math.floor(2.5)")
+    with pytest.raises(NoPermit):
+        cache.mediator(block, LiveRun(""))
+    with pytest.raises(NoPermit):
+        cache.mediator(_encoded("out = 1"), LiveRun(""), permit=permits.of(block, limited=False))
+    assert cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=True)).run()["out"] == 2
+
+
+@pytest.mark.parametrize("fields", [{"modules": {"m": "os"}}, {"imports": {"m": ("os", "path")}}])
+def test_a_permit_that_is_limited_limits_imports(fields: dict[str, Any]) -> None:
+    permits = Permits(b"k" * 32)
+    cache = BlockCache(None, torch.device("cpu"), kind=Bound, permits=permits, imports=["math"])  # type: ignore[arg-type]
+    block = _encoded("m", **fields)
+    cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=False)).run()
+    with pytest.raises(ImportError, match="'os'"):
+        cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=True))
+    hidden = _encoded("__import__('os')")
+    with pytest.raises(ImportError, match="'os'"):
+        cache.mediator(hidden, LiveRun(""), permit=permits.of(hidden, limited=True)).run()

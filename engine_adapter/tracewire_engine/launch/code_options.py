@@ -1,0 +1,54 @@
+"""Whose blocks an engine runs, by its options: `--code`, `--approved` and `--code-imports`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tracewire_bus.domain.approvals import Approvals, ApprovalsError
+from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
+from tracewire_engine.protocol.permits import Permits
+
+from .private_bus import why_shared
+
+if TYPE_CHECKING:
+    from tracewire_engine.adapter.code_policy import CodePolicy
+
+__all__ = ["check_code", "code_policy", "limited_imports"]
+
+
+def check_code(options: argparse.Namespace) -> None:
+    """Check the options, before the model is loaded.
+
+    Raises:
+        ValueError: one of them lacks another, or a file cannot be read.
+    """
+    if options.code == "listed" and options.approved is None:
+        raise ValueError("--code listed needs --approved FILE: the blocks that tracewire approve has approved")
+    if options.approved is not None:
+        if options.code != "listed":
+            raise ValueError("--approved needs --code listed")
+        try:
+            Approvals(options.approved).hashes()
+        except ApprovalsError as error:
+            raise ValueError(f"--approved: {error}") from error
+
+
+def limited_imports(options: argparse.Namespace) -> frozenset[str]:
+    """The packages that blocks may import where that is limited."""
+    given: frozenset[str] | None = getattr(options, "code_imports", None)
+    return DEFAULT_IMPORTS if given is None else given
+
+
+def code_policy(options: argparse.Namespace) -> CodePolicy:
+    """The policy of the options. Without `--code` it is `any` if nobody else can use the Redis now, else `none`."""
+    from tracewire_engine.adapter.code_policy import CodePolicy
+
+    code, reason = options.code, "as the operator has set it"
+    if code is None:
+        shared = why_shared(options.url)
+        code = "none" if shared else "any"
+        reason = f"the default, since {shared}" if shared else "the default, since the Redis is private to this user"
+    imports = getattr(options, "code_imports", None if code == "any" else DEFAULT_IMPORTS)
+    approvals = None if options.approved is None else Approvals(options.approved)
+    return CodePolicy(code, reason, approvals=approvals, imports=imports, permits=Permits(options.permit_key))

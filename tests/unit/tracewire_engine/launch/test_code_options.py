@@ -1,0 +1,80 @@
+"""Whose blocks an engine runs, by its options and by its Redis."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tracewire_bus.domain.approvals import Approvals
+from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.launch.code_options import check_code, code_policy, limited_imports
+from tracewire_engine.launch.options import add_options
+
+
+def parsed(*arguments: str, url: str = "redis://elsewhere") -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser.add_argument_group("engine"), {})
+    options = parser.parse_args(["MODEL", *arguments])
+    options.url = url
+    return options
+
+
+def test_the_default_is_none_on_a_bus_that_may_be_shared() -> None:
+    policy = code_policy(parsed())
+    assert (policy.code, policy.reason) == ("none", "the default, since the Redis at redis://elsewhere may be shared")
+    with pytest.raises(Rejection, match="default, since the Redis at redis://elsewhere may be shared"):
+        policy.check(Block(name="b", source=""))
+
+
+async def test_and_any_on_one_that_is_private(embedded: str) -> None:
+    policy = code_policy(parsed(url=embedded))
+    assert policy.code == "any"
+    assert "private to this user" in policy.reason
+    policy.check_imports("b", ["os"])
+
+
+@pytest.mark.parametrize("code", ["none", "signed", "any"])
+def test_the_operator_may_say_otherwise(code: str, embedded: str) -> None:
+    policy = code_policy(parsed("--code", code, url=embedded))
+    assert (policy.code, policy.reason) == (code, "as the operator has set it")
+
+
+def test_imports_are_limited_unless_any_block_runs() -> None:
+    with pytest.raises(Rejection, match="imports 'os'"):
+        code_policy(parsed("--code", "signed")).check_imports("b", ["os"])
+    code_policy(parsed("--code", "any")).check_imports("b", ["os"])
+    code_policy(parsed("--code", "signed", "--code-imports", "any")).check_imports("b", ["os"])
+    given = parsed("--code", "any", "--code-imports", "os, a.b")
+    assert limited_imports(given) == {"os", "a.b"}
+    with pytest.raises(Rejection, match=r"imports 'a', and a block may import here only a\.b, os"):
+        code_policy(given).check_imports("b", ["os", "a.b.c", "a"])
+    assert limited_imports(parsed()) == DEFAULT_IMPORTS
+
+
+def test_what_is_no_package_is_refused() -> None:
+    with pytest.raises(
+        argparse.ArgumentError, match="expected names of packages such as torch,numpy, or any; got 'a b'"
+    ):
+        parsed("--code-imports", "a b")
+
+
+def test_listed_needs_the_file_and_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "approved.json"
+    with pytest.raises(ValueError, match="--code listed needs --approved FILE"):
+        check_code(parsed("--code", "listed"))
+    with pytest.raises(ValueError, match="--approved needs --code listed"):
+        check_code(parsed("--approved", str(file)))
+    options = parsed("--code", "listed", "--approved", str(file))
+    check_code(options)
+    policy = code_policy(options)
+    with pytest.raises(Rejection, match=r"not approved: its hash is (\w+);") as refused:
+        policy.check(Block(name="b", source=""))
+    Approvals(file).add("b", refused.value.failure.message.split("hash is ")[1][:64], "")
+    policy.check(Block(name="b", source=""))
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"--approved: .*approved\.json"):
+        check_code(options)
