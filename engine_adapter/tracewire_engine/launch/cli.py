@@ -41,7 +41,7 @@ from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
-from .secret import API_KEY, Given, hub_token, shown
+from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -126,15 +126,19 @@ def _adapter(
 
     options = _parsed(arguments, secrets)
     configure_logging(options.log_format)
-    options.loaded = loaded
+    options.loaded = partial(_loaded, loaded, secrets)
+    if withheld := sorted(others(secrets)):
+        logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
-        _check_bulk(options)
-        options.exporter = _exporter(options)
+        with with_secrets(secrets):
+            # An archive's credentials, and the headers of a collector of spans.
+            _check_bulk(options)
+            options.exporter = _exporter(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
@@ -154,6 +158,12 @@ def _adapter(
     finally:
         if options.listener is not None:
             options.listener.close()
+
+
+def _loaded(loaded: Callable[[], None], secrets: Mapping[str, str]) -> None:
+    """The model has loaded, so the workers have started: set other programs' secrets for the adapter alone."""
+    loaded()
+    os.environ.update(others(secrets))
 
 
 def _refuse(error: object, status: int = 2) -> int:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Container, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 import anyio
 
@@ -76,6 +77,15 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namesp
     if more and not getattr(options, "takes_more", False):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     options.more = more
+    if (path := getattr(options, "url_file", None)) is not None:
+        if options.url is not None:
+            parser.error("--url-file: expected one of --url and --url-file, got both")
+        try:
+            options.url = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--url-file: {error}")
+        if not options.url:
+            parser.error(f"--url-file: expected a file with a URL, got an empty one: {path}")
     return options
 
 
@@ -138,6 +148,9 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     parser.add_argument("-V", "--version", action="store_true", help="print the version")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", help="Redis URL (default: $TRACEWIRE_URL)")
+    shared.add_argument(
+        "--url-file", metavar="FILE", help="read the Redis URL from this file or descriptor (/dev/fd/3)"
+    )
     shared.add_argument("--prefix", default="tw", help="prefix of all keys on Redis (default: tw)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     parents = (shared,)
