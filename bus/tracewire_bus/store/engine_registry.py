@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from tracewire_bus.transport.errors import NotAllowed
+from tracewire_bus.domain.limit_table import DEFAULTS
+from tracewire_bus.transport.errors import BusFull, NotAllowed
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
@@ -44,7 +45,13 @@ class EngineRegistry:
         """
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(info, modules=[], attributes={}, sources={}, config={}, tree=_tree_digest(info))
-        changing: dict[str, Any] = {"running": 0, "malformed": 0, "waiting_bytes": 0, "edit_failures": {}}
+        changing: dict[str, Any] = {
+            "running": 0,
+            "malformed": 0,
+            "waiting_bytes": 0,
+            "edit_failures": {},
+            "limits_reached": {},
+        }
         lasting = digest_bytes(encode(msgspec.structs.replace(brief, **changing)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
@@ -59,6 +66,9 @@ class EngineRegistry:
                     return
         await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
         self._registered[info.engine] = lasting
+        with suppress(BusFull):
+            # A Redis without memory queues nothing anyway.
+            await self._connections.commands(_queue_limits(self._keys, info), refuse_full=True)
 
     async def unregister(self, engine: str) -> None:
         """Remove an engine from the registry.
@@ -171,3 +181,13 @@ def _info(name: str, data: bytes) -> EngineInfo:
 def _tree_digest(info: EngineInfo) -> bytes:
     tree = EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes, sources=info.sources)
     return digest_bytes(encode(tree))
+
+
+def _queue_limits(keys: Keys, info: EngineInfo) -> tuple[Any, ...]:
+    """The command that publishes an engine's limits on its model's queue, for the script that queues submissions."""
+    limits = info.limits
+    return (
+        *("HSET", keys.queue(info.model, "state"), "limit", info.queue_limit),
+        *("client-limit", limits.get("client_waiting", 0)),
+        *("bytes", limits.get("submission_bytes", DEFAULTS.submission_bytes)),
+    )

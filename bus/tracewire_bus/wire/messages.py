@@ -909,7 +909,8 @@ class EngineInfo(Message):
     standing interventions that the engine runs; `edit_errors` maps the name of an intervention that it cannot run to
     the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped. `waiting_bytes` is
     how many bytes of events and saves wait for Redis. `edit_failures` counts for each standing intervention the
-    requests of this engine on which it raised.
+    requests of this engine on which it raised. `limits` are the engine's limits that differ from the defaults, by name
+    (`domain/limit_table.py`), and `limits_reached` counts for each limit how often it was reached.
     """
 
     engine: str
@@ -945,3 +946,5 @@ class EngineInfo(Message):
     sources: dict[str, str] = {}
     waiting_bytes: int = 0
     edit_failures: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    limits_reached: dict[str, int] = {}

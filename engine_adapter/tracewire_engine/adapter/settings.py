@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .bulk_writer import BulkSettings
@@ -46,3 +47,5 @@ class Settings:
     memory_patience_s: float = 60.0
     #: How long the engine may take to report a step, or to answer a call, before it counts as lost.
     engine_patience_s: float = REPORT_S
+    #: What a submission and a trace may be and take.
+    limits: Limits = DEFAULTS

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
+from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
@@ -189,6 +190,7 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("json_logging.json")))
     try:
         options.url = redis_url(options)
+        parse_limits(options.limit)
     except ValueError as error:
         parser.error(str(error))
     options.model = options.model_folder
@@ -374,7 +376,8 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
     from tracewire_engine.adapter.vllm_engine import VllmEngine
 
     try:
-        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats)
+        most = parse_limits(options.limit).prompt_tokens
+        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats, most)
     except TypeError as error:
         return _refuse(error)
     fault = await _untapped(engine)
@@ -442,6 +445,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         retain_traces=options.retain_traces,
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
+        limits=parse_limits(options.limit),
     )
 
 

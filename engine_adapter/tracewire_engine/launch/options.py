@@ -95,6 +95,14 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="how many submissions may wait for the model; Redis refuses further ones (0: any number)",
     )
     group.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a limit on submissions and traces, such as choices=64 or trace-save-bytes=1000000000 (repeatable; "
+        "docs/internals/untrusted-input.md lists them with their defaults)",
+    )
+    group.add_argument(
         "--drain", type=float, default=10.0, metavar="SECONDS", help="how long running traces may go on after SIGTERM"
     )
     group.add_argument(

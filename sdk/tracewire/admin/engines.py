@@ -45,6 +45,8 @@ class Engine(msgspec.Struct, frozen=True):
             writes to Tracewire's keys.
         waiting_bytes: how many bytes of events and saves wait for Redis.
         edit_failures: for each standing intervention the number of this engine's requests on which it raised.
+        limits: its limits on submissions and traces that differ from the defaults, by name.
+        limits_reached: how often each limit was reached since the engine's start, by name.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Engine(msgspec.Struct, frozen=True):
     malformed: int = 0
     waiting_bytes: int = 0
     edit_failures: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    limits_reached: dict[str, int] = {}
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
@@ -83,6 +87,8 @@ class Engine(msgspec.Struct, frozen=True):
             malformed=info.malformed,
             waiting_bytes=info.waiting_bytes,
             edit_failures=dict(info.edit_failures),
+            limits=dict(info.limits),
+            limits_reached=dict(info.limits_reached),
         )
 
     @property
