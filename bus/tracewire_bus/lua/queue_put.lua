@@ -6,7 +6,7 @@
 -- engines have published in the queue's state replace the caller's. Returns nothing; 0 if the trace was put before and is in the queue, waiting or taken; 1 if it was put before and has left;
 -- or, if the queue is full, how many wait and in how many ms there is room again.
 local call, whole = redis.call, queue.whole
-local submitted = KEYS[11]
+local submitted = KEYS[10]
 local trace, schema, client, priority, lease, limit, remember, tries, data = unpack(ARGV)
 -- The greatest number of attempts, and of bytes if no engine has published a limit.
 local MOST_ATTEMPTS, MOST_BYTES = 100, 2^25

@@ -114,6 +114,10 @@ class Keys(msgspec.Struct, frozen=True):
         """Stream of the orders to an engine for its traces of one hash tag: see `control.py`."""
         return f"{self.prefix}:{{{tag}}}:control:{engine}"
 
+    def operate(self, engine: str) -> str:
+        """Stream of the orders to an engine as a whole, in the slot of the first hash tag: see `control.py`."""
+        return f"{self.prefix}:{{{self.tags[0]}}}:operate:{engine}"
+
     def blobs(self, trace: str) -> str:
         """Hash of the chunks of a trace's blobs. The field of a chunk is `<blob>:<number>`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:blobs:{trace}"

@@ -189,7 +189,7 @@ class Records:
         trace = submission.trace
         deadline = submission.deadline_s
         return _CREATE(
-            self._named(trace),
+            (self._keys.record(trace),),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             "" if retention_s is None else max(1, round(retention_s)),
@@ -201,12 +201,8 @@ class Records:
 
         Returns False if the record stays: no such record, another model's, or an engine runs the trace or has ended it.
         """
-        call = _FORGET((*self._named(trace), self._keys.events(trace)), trace, model)
+        call = _FORGET((self._keys.record(trace), self._keys.events(trace)), trace, model)
         return bool(await self._connections.command(*call))
-
-    def _named(self, trace: str) -> tuple[str, str, str]:
-        keys, tag = self._keys, self._keys.tag(trace)
-        return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
 
     async def open(self, trace: str, engine: str, attempt: int = 1, limits: Limits = DEFAULTS) -> Opened:
         """Begin to run a trace on `engine` as this attempt. From now on, orders for the trace go to that engine.

@@ -18,6 +18,7 @@ import anyio
 
 from tracewire.errors import TracewireError
 
+from .acl import add_acl
 from .chat import add_chat
 from .commands import Parser, UsageError
 from .completion import add_completion, complete
@@ -158,7 +159,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_up(commands, parents)
     for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
-    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway):
+    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway, add_acl):
         add(commands, parents)
     add_redis(commands)
     add_completion(commands)
