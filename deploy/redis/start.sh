@@ -4,14 +4,20 @@
 # TRACEWIRE_ACL        the file with the users (default: users.acl beside this script)
 # TRACEWIRE_SECRETS    folder with one file a user, named for its role (`engine`, `controller`, ...), that holds its
 #                      password, and `admin` with that of the user `default` (default: /run/secrets)
-# TRACEWIRE_RUN        folder for what is made of them (default: /tmp)
+# TRACEWIRE_RUN        folder for what is made of them (default: a new folder that nobody else can read)
+#
+# With `tls.crt` and `tls.key` in the folder of passwords, Redis takes TLS connections only, on the port of `--tls-port`.
+# The clients' URL then begins with rediss://, and names the authority by ssl_ca_certs.
 #
 # Passwords are kept as SHA-256 only. A user without a file, or with an empty one, cannot log in.
 set -eu
 umask 077
 acl=${TRACEWIRE_ACL:-$(dirname "$0")/users.acl}
 secrets=${TRACEWIRE_SECRETS:-/run/secrets}
-made=${TRACEWIRE_RUN:-/tmp}/users.acl
+run=${TRACEWIRE_RUN:-$(mktemp -d)}
+# Moved to its name when it is whole: a link of that name that somebody else has made is replaced, and not followed.
+new=$(mktemp "$run/users.XXXXXX")
+made=$run/users.acl
 
 digest() {
     [ -e "$secrets/$1" ] || return 0
@@ -20,18 +26,22 @@ digest() {
     [ -z "$secret" ] || printf '#%s' "$(printf %s "$secret" | sha256sum | cut -d ' ' -f 1)"
 }
 
-: > "$made"
 password=$(digest admin) || exit 1
 if [ -n "$password" ]; then
-    echo "user default on $password ~* &* +@all" >> "$made"
+    echo "user default on $password ~* &* +@all" >> "$new"
 else
-    echo "user default off" >> "$made"
+    echo "user default off" >> "$new"
 fi
 while read -r word name rules; do
     [ "$word" = user ] || continue
     password=$(digest "${name#tracewire-}") || exit 1
     # `resetpass` stands in the rules: what comes later counts.
-    echo "user $name $rules $password" >> "$made"
+    echo "user $name $rules $password" >> "$new"
 done < "$acl"
 
+mv -f "$new" "$made"
+if [ -e "$secrets/tls.crt" ]; then
+    set -- --port 0 --tls-port 6379 --tls-cert-file "$secrets/tls.crt" --tls-key-file "$secrets/tls.key" \
+        --tls-ca-cert-file "$secrets/ca.crt" --tls-auth-clients no "$@"
+fi
 exec redis-server --aclfile "$made" "$@"

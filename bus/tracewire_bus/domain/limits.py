@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
-from tracewire_bus.wire.live_values import MAX_BYTES as MAX_LIVE_BYTES
-from tracewire_bus.wire.live_values import MAX_NAMES as MAX_LIVE
-from tracewire_bus.wire.messages import Submission
+from tracewire_bus.wire.messages import Block, Submission
 from tracewire_bus.wire.refs import FROZENSET, SET, TUPLE, ArrayRef
 
-from .intervention_checks import MAX_INTERVENTIONS, array_fields
+from .intervention_checks import array_fields
+from .limit_table import DEFAULTS, LimitExceeded, Limits
 
 __all__ = [
     "MAX_BYTES",
@@ -31,50 +30,28 @@ __all__ = [
     "MAX_TUPLES",
     "MAX_VALUES",
     "LimitExceeded",
+    "Limits",
     "check_size",
     "check_submission",
     "check_vectors",
     "measure",
 ]
 
-#: Bytes of an encoded submission, without its large arrays, which are sent as blobs.
-MAX_BYTES: Final = 32 * 1024 * 1024
-#: Values (numbers, texts, keys and containers) in a submission, or in one packed field of a submission.
-MAX_VALUES: Final = 500_000
-#: Lists, dicts and extensions (such as arrays) among these values.
-MAX_CONTAINERS: Final = 30_000
-#: Tuples among these values that are keys of dicts or items of sets.
-MAX_TUPLES: Final = 1024
+MAX_BYTES: Final = DEFAULTS.submission_bytes
+MAX_VALUES: Final = DEFAULTS.values
+MAX_CONTAINERS: Final = DEFAULTS.containers
+MAX_TUPLES: Final = DEFAULTS.tuple_keys
 #: Depth to which containers nest: that of a value (`kinds.MAX_DEPTH`), and of the message around it.
-MAX_DEPTH: Final = 80
-MAX_INVOKES: Final = 1024
-#: Helpers of one block.
-MAX_HELPERS: Final = 256
-#: Characters in the source of one block or helper.
-MAX_SOURCE: Final = 100_000
-#: Characters in the sources of all blocks and helpers together.
-MAX_SOURCES: Final = 1_000_000
-#: Standing interventions that one invoke asks for.
-MAX_EDITS: Final = 64
-#: Characters of a trace's id.
-MAX_TRACE_ID: Final = 256
+MAX_DEPTH: Final = DEFAULTS.depth
+MAX_INVOKES: Final = DEFAULTS.prompts
+MAX_HELPERS: Final = DEFAULTS.helpers
+MAX_SOURCE: Final = DEFAULTS.source
+MAX_SOURCES: Final = DEFAULTS.sources
+MAX_EDITS: Final = DEFAULTS.edits
+MAX_TRACE_ID: Final = DEFAULTS.trace_id
 
 
-class LimitExceeded(ValueError):
-    """A submission exceeds a limit.
-
-    Attributes:
-        field: the part of the submission that exceeds it.
-        message: the limit and the actual count.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
-
-
-def check_submission(submission: Submission) -> None:
+def check_submission(submission: Submission, limits: Limits = DEFAULTS) -> None:
     """Check the counts and numbers of a decoded submission.
 
     Raises:
@@ -82,31 +59,71 @@ def check_submission(submission: Submission) -> None:
     """
     blocks = [submission.block, *(invoke.block for invoke in submission.invokes)]
     given = [block for block in blocks if block is not None]
-    for field, what, count, most in [
-        ("trace", "characters in its id", len(submission.trace), MAX_TRACE_ID),
-        ("invokes", "prompts", len(submission.invokes), MAX_INVOKES),
-        ("block", "helpers of one block", max((len(one.helpers) for one in given), default=0), MAX_HELPERS),
-        ("interventions", "interventions", len(submission.interventions), MAX_INTERVENTIONS),
-        ("live", "bytes of live parameters", len(submission.live), MAX_LIVE * MAX_LIVE_BYTES),
-        ("edits", "edits", max(map(len, [submission.edits or [], *_edits(submission)])), MAX_EDITS),
+    choices = [_choices(invoke.sampling.get("n")) for invoke in submission.invokes]
+    for field, what, count, most, limit in [
+        ("trace", "characters in its id", len(submission.trace), limits.trace_id, "trace_id"),
+        ("invokes", "prompts", len(submission.invokes), limits.prompts, "prompts"),
+        ("sampling.n", "choices of a prompt", max(choices, default=0), limits.choices, "choices"),
+        ("sampling.n", "choices of all prompts", sum(choices), limits.requests, "requests"),
+        ("interventions", "interventions", len(submission.interventions), limits.interventions, "interventions"),
+        ("live", "bytes of live parameters", len(submission.live), limits.live * limits.live_bytes, "live_bytes"),
+        ("shared", "bytes of shared values", len(submission.shared), limits.shared_bytes, "shared_bytes"),
+        ("edits", "edits", max(map(len, [submission.edits or [], *_edits(submission)])), limits.edits, "edits"),
+        ("max_attempts", "attempts", submission.max_attempts, limits.attempts, "attempts"),
     ]:
-        _check_count(field, what, count, most)
+        _check_count(field, what, count, most, limit)
+    _check_prompts(submission, limits)
+    _check_names(submission, given, limits)
     check_vectors(value for _, _, value in array_fields(submission.interventions) if isinstance(value, ArrayRef))
+    _check_sources(given, limits)
+    deadline = submission.deadline_s
+    if deadline is not None and not 0 <= deadline < math.inf:
+        raise LimitExceeded("deadline", f"expected seconds from now, got {deadline}")
+
+
+def _choices(n: object) -> int:
+    """How many choices a prompt asks for. A wrong value counts as one, and vLLM refuses it."""
+    return n if type(n) is int and n > 0 else 1
+
+
+def _check_prompts(submission: Submission, limits: Limits) -> None:
+    """Check prompts of token ids, before they are compared with the vocabulary."""
+    most = limits.prompt_tokens
+    for invoke in submission.invokes if most else ():
+        if invoke.token_ids is not None:
+            _check_count("prompt", "tokens in a prompt", len(invoke.token_ids), most, "prompt_tokens")
+
+
+def _check_names(submission: Submission, blocks: Iterable[Block], limits: Limits) -> None:
+    """Check the lengths of names, which appear in keys, events and logs."""
+    named: list[tuple[str, str]] = [("client", submission.client), ("lease", submission.lease)]
+    for block in blocks:
+        named.append(("block", block.name))
+        named += [("block", name) for name in (*block.parameters, *block.paths, *block.shared)]
+        named += [("block", helper.name) for helper in block.helpers]
+    for invoke in submission.invokes:
+        named.append(("lora", invoke.lora or ""))
+        named += [("edits", name) for name in invoke.edits or ()]
+    named += [("edits", name) for name in submission.edits or ()]
+    for field, name in named:
+        _check_count(field, "characters in a name", len(name), limits.name, "name")
+
+
+def _check_sources(blocks: Iterable[Block], limits: Limits) -> None:
     total = 0
-    for block in given:
+    for block in blocks:
+        _check_count("block", "helpers of one block", len(block.helpers), limits.helpers, "helpers")
         for name, source, first_line in [
             (block.name, block.source, block.first_line),
             *((helper.name, helper.source, helper.first_line) for helper in block.helpers),
         ]:
             total += len(source)
-            if len(source) > MAX_SOURCE or not 0 < first_line <= 1_000_000:
-                raise LimitExceeded(
-                    "block", f"{name[:200]} is longer than {MAX_SOURCE} characters, or starts past line 1000000"
-                )
-    _check_count("block", "characters of source, of all blocks and helpers", total, MAX_SOURCES)
-    deadline = submission.deadline_s
-    if deadline is not None and not 0 <= deadline < math.inf:
-        raise LimitExceeded("deadline", f"expected seconds from now, got {deadline}")
+            if len(source) > limits.source:
+                message = f"{name[:200]} is longer than {limits.source} characters"
+                raise LimitExceeded("block", message, "source")
+            if not 0 < first_line <= 1_000_000:
+                raise LimitExceeded("block", f"{name[:200]} starts past line 1000000")
+    _check_count("block", "characters of source, of all blocks and helpers", total, limits.sources, "sources")
 
 
 def check_vectors(refs: Iterable[ArrayRef]) -> None:
@@ -116,29 +133,31 @@ def check_vectors(refs: Iterable[ArrayRef]) -> None:
         LimitExceeded: they are larger together than a submission may be.
     """
     size = sum(ref.nbytes for ref in refs)
-    _check_count("interventions", "bytes of arrays in interventions", size, MAX_BYTES)
+    _check_count("interventions", "bytes of arrays in interventions", size, DEFAULTS.vector_bytes, "vector_bytes")
 
 
 def _edits(submission: Submission) -> list[list[str]]:
     return [invoke.edits or [] for invoke in submission.invokes]
 
 
-def _check_count(field: str, what: str, count: int, most: int) -> None:
+def _check_count(field: str, what: str, count: int, most: int, limit: str) -> None:
     if count > most:
-        raise LimitExceeded(field, f"a submission has at most {most} {what}, got {count}")
+        raise LimitExceeded(field, f"a submission has at most {most} {what}, got {count}", limit)
 
 
-def check_size(nbytes: int) -> None:
+def check_size(nbytes: int, limits: Limits = DEFAULTS) -> None:
     """Check the size in bytes of an encoded submission.
 
     Raises:
-        LimitExceeded: the size exceeds `MAX_BYTES`.
+        LimitExceeded: the size exceeds `limits.submission_bytes`.
     """
-    if nbytes > MAX_BYTES:
+    most = limits.submission_bytes
+    if nbytes > most:
         raise LimitExceeded(
             "submission",
-            f"the submission takes {nbytes} bytes, and may take {MAX_BYTES}; large values travel beside it when they "
+            f"the submission takes {nbytes} bytes, and may take {most}; large values travel beside it when they "
             "are arrays",
+            "submission_bytes",
         )
 
 
@@ -254,7 +273,16 @@ class _Counter:
                     self._field,
                     f"more than {self._most} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} keys "
                     f"that are tuples, or nested deeper than {MAX_DEPTH}; pass many numbers as one array",
+                    self._reached(depth + len(left)),
                 )
+
+    def _reached(self, depth: int) -> str:
+        """The name of the limit that is exceeded."""
+        if depth > MAX_DEPTH:
+            return "depth"
+        if self._containers > MAX_CONTAINERS:
+            return "containers"
+        return "tuple_keys" if self._tuples > MAX_TUPLES else "values"
 
     def _extension(self, data: memoryview, at: int, size: int, depth: int) -> int:
         """Count the values in an extension whose type is at `at`. Returns its bytes, including the type."""

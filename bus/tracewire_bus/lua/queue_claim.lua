@@ -6,7 +6,7 @@
 -- microseconds, client, priority, lease, tries, engines lost, reason of the last loss, for how many seconds to
 -- remember the trace, the encoded submission. Returns whether the entry is the engine's.
 local call = redis.call
-local submitted, holders = KEYS[11], KEYS[12]
+local submitted, holders = KEYS[10], KEYS[11]
 local trace, engine, attempt, schema, queued_us, client, priority, lease, tries, lost, reason, remember, data =
   unpack(ARGV)
 attempt = tonumber(attempt)

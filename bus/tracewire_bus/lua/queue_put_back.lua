@@ -8,7 +8,7 @@
 -- given up, one trace or '' for all, most entries of this call, the attempt of that trace or 0 for any. Returns the
 -- entries that wait again, each with its last attempt, and 1 if the holder has more.
 local call, whole = redis.call, queue.whole
-local holders = KEYS[11]
+local holders = KEYS[10]
 local holder, reason, lost, given_up, only, most, attempt = unpack(ARGV)
 most = tonumber(most)
 -- If its memory is full, Redis refuses a script at its first write, but never HDEL. So HDEL comes first.

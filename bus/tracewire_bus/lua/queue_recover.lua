@@ -2,7 +2,7 @@
 -- Makes a token for an engine's takes, and returns the entries that the engine has taken but does not know of.
 -- KEYS: the queue's, the token of the engine's takes. ARGV: token, engine, most entries, most bytes, the most bytes of
 -- data that an entry is returned with, for how many seconds the token is valid, then the traces that the engine knows.
-local valid_token = KEYS[11]
+local valid_token = KEYS[10]
 local token, engine, count, most, inline, valid_seconds = unpack(ARGV, 1, 6)
 count, most, inline = tonumber(count), tonumber(most), tonumber(inline)
 redis.call('DEL', valid_token)

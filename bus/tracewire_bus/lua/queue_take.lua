@@ -13,7 +13,7 @@
 local call, whole = redis.call, queue.whole
 -- For so long after it has asked, an engine counts as one that takes. An idle engine asks each second.
 local TAKER_SEEN_US = 2.5e6
-local valid_token, holders = KEYS[11], KEYS[12]
+local valid_token, holders = KEYS[10], KEYS[11]
 local state, turns, suspects = queue.state, queue.turns, queue.suspects
 local token, engine, count, most, inline, alone, load, may_yield, room = unpack(ARGV)
 local waiting, turn, since, span, taken_before =

@@ -1,11 +1,12 @@
 -- #include clock
 -- #include lifecycle
 -- Makes the record of a trace that is about to be queued.
--- KEYS: record, deadlines, lifecycle stream. ARGV: trace, model, client, lease, deadline in ms from now or '', for
+-- KEYS: record. ARGV: trace, model, client, lease, deadline in ms from now or '', for
 -- how many seconds to remember the record, for how many to keep the trace after its end or '', then name, form and
 -- packed value of each live parameter. Returns 1 if the record is new and 0 if it exists; or the other model, if
 -- a trace of another model has this id.
-local key, deadlines, lifecycle_stream = unpack(KEYS)
+local key = KEYS[1]
+local lifecycle_stream, deadlines = lifecycle.beside(key)
 local trace, model, client, lease, deadline, remember, retention = unpack(ARGV, 1, 7)
 if redis.call('HSETNX', key, 'm', model) == 0 then
   local other = redis.call('HGET', key, 'm')

@@ -3,13 +3,15 @@
 -- #include record
 -- Changes live parameters of a trace and orders its engine to apply the change.
 -- KEYS: record, events, changes, operations. ARGV: trace, the prefix of an engine's control stream, operation, the
--- author packed, the version that is expected or '', the values packed, how many changes may wait, for how many
--- seconds to remember the trace, for how many to keep the control stream, then name, form and packed value of each
--- parameter. Returns 'accepted' and the version; 'unknown'; 'ended'; 'version' and the present one; 'undeclared' with
--- the name and all declared ones; 'form' with the name and the declared form; or 'busy'.
+-- author packed, the version that is expected or '', the values packed, for how many seconds to remember the trace,
+-- for how many to keep the control stream, then name, form and packed value of each parameter. Returns 'accepted' and the version; 'unknown'; 'ended'; 'version' and the present one; 'undeclared' with
+-- the name and all declared ones; 'form' with the name and the declared form; 'large' with the name and the greatest size;
+-- or 'busy' with the limit's name.
 local key, events, changes, operations = unpack(KEYS, 1, 4)
-local trace, control, operation, author, expected, values, most, remember, control_seconds = unpack(ARGV, 1, 9)
-local FIRST, STEP = 10, 3
+local trace, control, operation, author, expected, values, remember, control_seconds = unpack(ARGV, 1, 8)
+local FIRST, STEP = 9, 3
+-- The engine's limits stand in the record; these hold until an engine runs the trace. VALUE_BYTES is an engine's, too.
+local WAITING, PER_SECOND, VALUE_BYTES, VALUES = 10000, 10000, 2^20, 64
 
 local function declared_names()
   local names = {}
@@ -20,19 +22,25 @@ local function declared_names()
   return table.concat(names, ', ')
 end
 
-local model, state, engine, present = unpack(redis.call('HMGET', key, 'm', 's', 'e', 'v'))
+local model, state, engine, present, second, count, most, most_a_second =
+  unpack(redis.call('HMGET', key, 'm', 's', 'e', 'v', 'ls', 'ln', 'lw', 'lr'))
 if not model then return {'unknown'} end
 local accepted = redis.call('ZSCORE', operations, operation)
 if accepted then return {'accepted', tonumber(accepted)} end
 if state == 'closed' or stream.ended(events) then return {'ended'} end
 if expected ~= '' and expected ~= present then return {'version', tonumber(present)} end
 for index = FIRST, #ARGV, STEP do
-  local name, form = ARGV[index], ARGV[index + 1]
+  local name, form, packed = ARGV[index], ARGV[index + 1], ARGV[index + 2]
+  if #packed > VALUE_BYTES or index >= FIRST + STEP * VALUES then return {'large', name, VALUE_BYTES} end
   local declared = redis.call('HGET', key, 'f:' .. name)
   if not declared then return {'undeclared', name, declared_names()} end
   if declared ~= form then return {'form', name, declared} end
 end
-if redis.call('ZCARD', changes) >= tonumber(most) then return {'busy'} end
+if redis.call('ZCARD', changes) >= (tonumber(most) or WAITING) then return {'busy', 'steers-waiting'} end
+local now = redis.call('TIME')[1]
+count = now == second and record.count(count) + 1 or 1
+if count > (tonumber(most_a_second) or PER_SECOND) then return {'busy', 'steers-per-s'} end
+redis.call('HSET', key, 'ls', now, 'ln', count)
 local version = redis.call('HINCRBY', key, 'v', 1)
 for index = FIRST, #ARGV, STEP do
   local name, packed = ARGV[index], ARGV[index + 2]

@@ -2,7 +2,7 @@
 
 Each engine has one control stream for each hash tag of traces. So the script that changes a trace's record
 (`trace_records.py`) can also put the order on the stream. An engine reads all its streams in one call; on a cluster, in
-one call for each slot. Orders to the whole engine are on the stream of the first hash tag.
+one call for each slot. Orders to the whole engine are on a stream of their own, to which only operators may write.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def drain_command(keys: Keys, engine: str, by: str, within_s: float | None, keep
 
     `keep_s` is how long Redis keeps the control stream after this order, in seconds.
     """
-    key = keys.control(keys.tags[0], engine)
+    key = keys.operate(engine)
     return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)
 
 
@@ -82,7 +82,10 @@ class ControlReader:
         self._backoff = Backoff()
         #: For each stream with entries that `read` has returned and that are not trimmed, the last such entry.
         self._read_up_to: dict[str, bytes] = {}
+        self._operate = keys.operate(engine)
         self._positions = {keys.control(tag, engine): b"0-0" for tag in tags or keys.tags}
+        if keys.tags[0] in (tags or keys.tags):
+            self._positions[self._operate] = b"0-0"
 
     async def read(self, block_ms: int) -> list[Order]:
         """The next orders; those of one trace are in order. Waits up to `block_ms` milliseconds for the first.
@@ -117,8 +120,13 @@ class ControlReader:
         for key, entries in reply or ():
             for id_, flat in entries:
                 order = self._guard.read(_order, flat, key=key, entry=id_)
-                if order is not None and order.kind in _KINDS:
-                    orders.append(order)
+                if order is None or order.kind not in _KINDS:
+                    continue
+                if (order.kind == "drain") is not (_text(key) == self._operate):
+                    # A user who may steer traces may write to the control streams, and may drain no engine.
+                    self._guard.note(key, id_, f"an order of the kind {order.kind!r} does not belong on this stream")
+                    continue
+                orders.append(order)
             self._positions[_text(key)] = entries[-1][0]
             self._read_up_to[_text(key)] = entries[-1][0]
         return orders

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import msgspec
 
-from tracewire_bus.transport.errors import NotAllowed
+from tracewire_bus.domain.limit_table import DEFAULTS
+from tracewire_bus.transport.errors import BusFull, NotAllowed
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
+from tracewire_bus.transport.scripts import Script, assemble
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
 from tracewire_bus.wire.messages import EngineInfo
 
+from .access import all_scripts
 from .control import drain_command
 from .keys import Keys
 from .leases import RENEW
 from .trace_records import CONTROL_S
 
 __all__ = ["EngineRegistry"]
+
+logger = logging.getLogger("tracewire")
 
 
 class EngineRegistry:
@@ -32,6 +39,8 @@ class EngineRegistry:
         self._registered: dict[str, bytes] = {}
         #: For each digest of a module tree, an engine's full registration, for the fields that heartbeats leave out.
         self._trees: dict[bytes, EngineInfo] = {}
+        #: Whether this user may load scripts, as far as is known.
+        self._loads = True
 
     async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
         """Register an engine for `ttl_s` seconds. The engine calls this again before they have passed.
@@ -42,9 +51,16 @@ class EngineRegistry:
         Raises:
             BusUnavailable: Redis does not answer.
         """
+        await self._keep_scripts()
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(info, modules=[], attributes={}, sources={}, config={}, tree=_tree_digest(info))
-        changing: dict[str, Any] = {"running": 0, "malformed": 0, "waiting_bytes": 0, "edit_failures": {}}
+        changing: dict[str, Any] = {
+            "running": 0,
+            "malformed": 0,
+            "waiting_bytes": 0,
+            "edit_failures": {},
+            "limits_reached": {},
+        }
         lasting = digest_bytes(encode(msgspec.structs.replace(brief, **changing)))
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
@@ -59,6 +75,37 @@ class EngineRegistry:
                     return
         await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
         self._registered[info.engine] = lasting
+        with suppress(BusFull):
+            # A Redis without memory queues nothing anyway.
+            await self._connections.commands(_queue_limits(self._keys, info), refuse_full=True)
+
+    async def load_scripts(self) -> bool:
+        """Load all scripts into Redis, for users who may only run them. Returns whether any was missing.
+
+        On a cluster, clients send the text of scripts.
+
+        Raises:
+            NotAllowed: this user may load no scripts.
+            BusUnavailable: Redis does not answer.
+        """
+        if self._connections.clustered:
+            return False
+        scripts = _scripts()
+        there = await self._connections.command("SCRIPT", "EXISTS", *scripts)
+        missing = [text for text, known in zip(scripts.values(), there, strict=True) if not known]
+        if missing:
+            await self._connections.commands(*(("SCRIPT", "LOAD", text) for text in missing))
+        return bool(missing)
+
+    async def _keep_scripts(self) -> None:
+        """Load the scripts if Redis has lost them, as after a restart or a failover. An older user may not."""
+        if not self._loads:
+            return
+        try:
+            await self.load_scripts()
+        except NotAllowed as error:
+            self._loads = False
+            logger.info("users who may only run scripts cannot use this Redis: %s", error)
 
     async def unregister(self, engine: str) -> None:
         """Remove an engine from the registry.
@@ -171,3 +218,19 @@ def _info(name: str, data: bytes) -> EngineInfo:
 def _tree_digest(info: EngineInfo) -> bytes:
     tree = EngineInfo(engine="", model="", modules=info.modules, attributes=info.attributes, sources=info.sources)
     return digest_bytes(encode(tree))
+
+
+@cache
+def _scripts() -> dict[str, str]:
+    """The text of each script, by its digest."""
+    return {Script(name).digest: assemble(name) for name in all_scripts()}
+
+
+def _queue_limits(keys: Keys, info: EngineInfo) -> tuple[Any, ...]:
+    """The command that publishes an engine's limits on its model's queue, for the script that queues submissions."""
+    limits = info.limits
+    return (
+        *("HSET", keys.queue(info.model, "state"), "limit", info.queue_limit),
+        *("client-limit", limits.get("client_waiting", 0)),
+        *("bytes", limits.get("submission_bytes", DEFAULTS.submission_bytes)),
+    )

@@ -49,7 +49,8 @@ class Intake:
         self.link = link
         self._guard = guard
         self._names = names
-        self._data, self._bell = (names[PARTS.index(part)] for part in ("data", "bell"))
+        self._bell = names[PARTS.index("bell")]
+        self._data = names[0].removesuffix("entries") + "data"
         self._engine = engine
         #: Traces whose entries this process has and has not settled.
         self.claimed: set[str] = set()

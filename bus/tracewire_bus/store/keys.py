@@ -45,7 +45,7 @@ class Keys(msgspec.Struct, frozen=True):
         - `turns`: sorted set of the clients with waiting entries, in the order of their turns.
         - `client:<client>`: sorted set of a client's waiting entries, by priority.
         - `leases`: set of the leases of waiting entries. `lease:<lease>`: set of the waiting entries of one lease.
-        - `state`: hash of counters and of the rate at which engines take entries.
+        - `state`: hash of counters, of the rate at which engines take entries, and of the engines' limits on the queue.
         - `bell`: list that engines without work block on.
         - `suspects`: sorted set of the waiting entries with one attempt left, in the order of submission.
         - `holders`: set of the engines that have taken entries.
@@ -113,6 +113,10 @@ class Keys(msgspec.Struct, frozen=True):
     def control(self, tag: str, engine: str) -> str:
         """Stream of the orders to an engine for its traces of one hash tag: see `control.py`."""
         return f"{self.prefix}:{{{tag}}}:control:{engine}"
+
+    def operate(self, engine: str) -> str:
+        """Stream of the orders to an engine as a whole, in the slot of the first hash tag: see `control.py`."""
+        return f"{self.prefix}:{{{self.tags[0]}}}:operate:{engine}"
 
     def blobs(self, trace: str) -> str:
         """Hash of the chunks of a trace's blobs. The field of a chunk is `<blob>:<number>`."""

@@ -37,7 +37,7 @@ TAKE_BYTES: Final = 8 * 1024 * 1024
 INLINE_BYTES: Final = 64 * 1024
 
 #: The parts of a queue (see `Keys.queue`) whose keys every script of the queue takes first, in this order.
-PARTS: Final = ("entries", "data", "taken", "state", "turns", "bell", "leases", "client:", "lease:", "suspects")
+PARTS: Final = ("entries", "taken", "state", "turns", "bell", "leases", "client:", "lease:", "suspects")
 
 
 class QueueFull(BusError):

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
+from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.guard import GREATEST, Guard, integer
 from tracewire_bus.transport.pool import Connections
@@ -52,8 +53,6 @@ __all__ = [
     "TraceMissing",
 ]
 
-#: How many changes of one trace may wait until an event has reported them.
-MAX_CHANGES: Final = 10_000
 #: How long after a trace's deadline its own engine may end it before `sweep` does, in milliseconds.
 GRACE_MS: Final = 5000
 #: The latest deadline, in milliseconds from the submission: about 3000 years, which Lua still writes as an integer.
@@ -67,7 +66,8 @@ _MARK: Final = b"\xce\xff\xff\xff\xff"
 
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempt, s state, v version of the live
 # parameters, x reason of the cancellation, xb who cancelled, z who paused, zn count of pauses and resumptions,
-# r retention after the end (s), l:NAME a packed live value, f:NAME its form.
+# lw, lr limits on changes, ls, ln their rate, r retention after the end (s), l:NAME a packed live value, f:NAME its
+# form.
 
 _CREATE: Final = Script("record_create")
 _FORGET: Final = Script("record_forget")
@@ -189,7 +189,7 @@ class Records:
         trace = submission.trace
         deadline = submission.deadline_s
         return _CREATE(
-            self._named(trace),
+            (self._keys.record(trace),),
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             "" if retention_s is None else max(1, round(retention_s)),
@@ -201,17 +201,13 @@ class Records:
 
         Returns False if the record stays: no such record, another model's, or an engine runs the trace or has ended it.
         """
-        call = _FORGET((*self._named(trace), self._keys.events(trace)), trace, model)
+        call = _FORGET((self._keys.record(trace), self._keys.events(trace)), trace, model)
         return bool(await self._connections.command(*call))
 
-    def _named(self, trace: str) -> tuple[str, str, str]:
-        keys, tag = self._keys, self._keys.tag(trace)
-        return keys.record(trace), keys.deadlines(tag), keys.firehose(tag)
-
-    async def open(self, trace: str, engine: str, attempt: int = 1) -> Opened:
+    async def open(self, trace: str, engine: str, attempt: int = 1, limits: Limits = DEFAULTS) -> Opened:
         """Begin to run a trace on `engine` as this attempt. From now on, orders for the trace go to that engine.
 
-        The call may be repeated after a lost reply.
+        The record gets the engine's limits on changes of live parameters. The call may be repeated after a lost reply.
 
         Raises:
             TraceEnded: the trace has ended.
@@ -222,7 +218,7 @@ class Records:
         reply = await self._connections.command(
             *_OPEN(
                 (keys.record(trace), keys.events(trace), keys.changes(trace)),
-                *(engine, REMEMBER_S, attempt, self._retention_s),
+                *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s),
             )
         )
         if isinstance(reply, bytes):
@@ -405,7 +401,7 @@ class Records:
                     "" if if_version is None else if_version,
                     pack_live({name: one.packed for name, one in values.items()}),
                 ),
-                *(MAX_CHANGES, REMEMBER_S, CONTROL_S),
+                *(REMEMBER_S, CONTROL_S),
                 *_flat(values),
             )
         )
@@ -421,16 +417,8 @@ class Records:
                 raise SteerRefused(
                     "version", f"the live parameters are at version {version}, not {if_version}", version=version
                 )
-            case "undeclared":
-                name, declared = _text(reply[1]), _text(reply[2])
-                message = f"no live parameter {name!r} was declared at submission (declared: {declared or 'none'})"
-                raise SteerRefused("undeclared", message, name=name, declared=declared)
-            case "form":
-                name, declared = _text(reply[1]), _text(reply[2])
-                message = f"it was declared as {declared}, got {values[name].form}"
-                raise SteerRefused("form", message, name=name, declared=declared)
-            case _:
-                raise SteerRefused("busy", f"{MAX_CHANGES} changes of this trace wait for its engine")
+            case reason:
+                raise _steer_refusal(reason, [_text(one) for one in reply[1:]], values)
 
     async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> tuple[str, str]:
         """End a trace as `cancelled`, or ask its engine to.
@@ -516,6 +504,27 @@ class Records:
         ]
 
 
+def _steer_refusal(reason: str, told: Sequence[str], values: Mapping[str, LiveValue]) -> SteerRefused:
+    """The error for the reply of the script that changes live parameters; `told` is the reply behind its reason."""
+    match reason:
+        case "undeclared":
+            name, declared = told
+            message = f"no live parameter {name!r} was declared at submission (declared: {declared or 'none'})"
+            return SteerRefused("undeclared", message, name=name, declared=declared)
+        case "form":
+            name, declared = told
+            message = f"it was declared as {declared}, got {values[name].form}"
+            return SteerRefused("form", message, name=name, declared=declared)
+        case "large":
+            name, most = told
+            message = f"the value takes {len(values[name].packed)} bytes; the limit is {most}"
+            return SteerRefused("form", message, name=name, declared=f"a value of at most {most} bytes")
+        case _:
+            (limit,) = told
+            what = "wait for its engine" if limit == "steers-waiting" else "came within this second"
+            return SteerRefused("busy", f"as many changes of this trace {what} as may (--limit {limit})")
+
+
 def _operation() -> str:
     """A random id for an operation. A script ignores a second operation of the same id."""
     return secrets.token_hex(8)
@@ -577,5 +586,7 @@ def _live(record: Mapping[bytes, bytes]) -> dict[str, bytes]:
     return {field[2:].decode(): packed for field, packed in record.items() if field.startswith(b"l:")}
 
 
-def _text(data: bytes | str) -> str:
+def _text(data: bytes | str | int) -> str:
+    if isinstance(data, int):
+        return str(data)
     return data if isinstance(data, str) else data.decode("utf-8", "replace")

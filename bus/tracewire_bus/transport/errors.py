@@ -20,6 +20,7 @@ __all__ = [
     "is_full",
     "is_transient",
     "name_command",
+    "unloaded",
 ]
 
 
@@ -106,8 +107,8 @@ def is_demoted(reply: Any) -> bool:
     )
 
 
-#: The start of Redis's error for a script with a command that its user may not execute.
-_SCRIPT_PERMISSION: Final = "The user executing the script can't"
+#: The start of Redis's error for a script with a command that its user may not execute: up to 7.0, and later.
+_SCRIPT_PERMISSION: Final = re.compile(r"The user executing the script can't|ACL failure in script")
 
 #: OpenSSL's names of the reasons for which a TLS handshake fails at a certificate.
 _BAD_CERTIFICATE: Final = re.compile(r"CERTIFICATE|UNKNOWN_CA|BAD_SIGNATURE")
@@ -120,15 +121,30 @@ def name_command(error: Any, command: Sequence[Any]) -> Any:
     """
     from redis.exceptions import NoPermissionError
 
-    if not (isinstance(error, NoPermissionError) or _SCRIPT_PERMISSION in str(error)):
+    if not (isinstance(error, NoPermissionError) or _SCRIPT_PERMISSION.search(str(error))):
         return error
     name, key = str(command[0]), command[1] if len(command) > 1 else ""
     if name in ("EVAL", "EVALSHA"):
-        name, key = "a script", command[3]
+        name, key = "a script", command[3] if len(command) > 3 else ""
     elif name == "XREAD":
         key = command[list(command).index("STREAMS") + 1]
     shown = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
     return NoPermissionError(f"{name} {'on ' if ':' in shown else ''}{shown}: {error}")
+
+
+def unloaded(reply: object) -> Exception | None:
+    """A transient error in place of the reply to a script's text that this user may not send; `None` for others.
+
+    An engine loads the scripts soon after it or Redis has started.
+    """
+    from redis.exceptions import NoPermissionError, TryAgainError
+
+    if not isinstance(reply, NoPermissionError) or not re.search(r"'eval'", str(reply)):
+        return None
+    return TryAgainError(
+        "Redis has not loaded a script of this version, and this user may not load it: start an engine of this "
+        "version, or load the scripts by `tracewire acl --load`"
+    )
 
 
 def _is_authentication_failure(error: BaseException) -> bool:

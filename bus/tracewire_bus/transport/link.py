@@ -10,11 +10,11 @@ import anyio.lowlevel
 
 from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
 
-from .errors import is_demoted, name_command
+from .errors import is_demoted, name_command, unloaded
 from .scripts import with_text
 from .server import Transport, discard
 
-__all__ = ["AfterOthers", "Link", "pack_arguments", "pack_commands"]
+__all__ = ["AfterOthers", "Link", "ahead_of", "pack_arguments", "pack_commands"]
 
 #: The time for the replies of one call, in seconds, after which the connection is closed.
 COMMAND_S: Final = 30.0
@@ -111,7 +111,7 @@ class Link:
         texts = {place: command for place in unknown if (command := with_text(commands[place]))}
         if texts:
             for place, reply in zip(texts, await self.exchange([*texts.values()], timeout_s), strict=True):
-                replies[place] = reply
+                replies[place] = unloaded(reply) or reply
         if any(map(is_demoted, replies)):
             await self.drop()
         return replies
@@ -154,6 +154,13 @@ class Link:
         if connection is not None:
             await discard(connection)
             self._spare = connection
+
+
+def ahead_of(commands: Sequence[Sequence[Any]]) -> int:
+    """How many commands stand before the last `AfterOthers`, if a script is among them; else 0."""
+    last = max((place for place, one in enumerate(commands) if isinstance(one, AfterOthers)), default=0)
+    scripts = any(one[0] == "EVALSHA" and not isinstance(one, AfterOthers) for one in commands[:last])
+    return last if scripts else 0
 
 
 def pack_commands(commands: Sequence[Sequence[Any]]) -> bytes | Pieces:

@@ -34,7 +34,7 @@ from tracewire_bus.wire.pieces import Pieces
 
 from .backoff import Backoff
 from .errors import BusFull, BusUnavailable, as_bus_error, copy_of, is_full, is_transient
-from .link import Link, pack_commands
+from .link import Link, ahead_of, pack_commands
 from .loops import Future, Loop, Task, running_loop, semaphore
 from .server import Server, Transport
 
@@ -109,6 +109,8 @@ class Connections:
         self._scheduled: Task[None] | None = None
         self._loop: Loop | None = None
         self._limit = semaphore(CONCURRENT)
+        #: Whether this user may run scripts by their digests only; None while that is not known.
+        self._digests_only: bool | None = None
         self._closed = False
         self.broken_at = -math.inf
 
@@ -156,6 +158,8 @@ class Connections:
         """
         if self._closed:
             raise anyio.ClosedResourceError
+        if self._cluster is None and (ahead := ahead_of(commands)) and await self._may_send_no_texts():
+            return await self._in_turns(commands[:ahead], commands[ahead:])
         unbatched = unbatched or self._unbatched or on_node_of is not None or self._cluster is not None
         # Packed first, so that commands that cannot be packed fail this call only.
         packed = b"" if self._cluster is not None else pack_commands(commands)
@@ -181,6 +185,25 @@ class Connections:
                     self._calls.remove(call)
             elif all(one.replies.done() for one in call.batch):
                 call.flush.cancel()
+
+    async def _may_send_no_texts(self) -> bool:
+        """Whether this user runs scripts by their digests only; asks Redis once."""
+        if self._parent is not None:
+            return await self._parent._may_send_no_texts()
+        if self._digests_only is None:
+            from redis.exceptions import NoPermissionError
+
+            (reply,) = await self.execute_once(("EVAL", "return 1", 0))
+            self._digests_only = isinstance(reply, NoPermissionError)
+        return self._digests_only
+
+    async def _in_turns(self, ahead: Sequence[Sequence[Any]], rest: Sequence[Sequence[Any]]) -> list[Any]:
+        """Execute `rest` after `ahead`, whose scripts go by their digests, unless Redis has not loaded one of these."""
+        from redis.exceptions import TryAgainError
+
+        replies = await self.execute_once(*ahead)
+        missing = [reply for reply in replies if isinstance(reply, TryAgainError)]
+        return [*replies, *(missing[:1] * len(rest) if missing else await self.execute_once(*map(tuple, rest)))]
 
     def _schedule(self) -> None:
         """Start a task that sends the waiting calls once all tasks of this tick of the event loop have made theirs."""

@@ -924,6 +924,8 @@ class EngineInfo(Message):
     requests of this engine on which it raised. `code` says whose blocks the engine runs (`none`, `listed`, `signed` or
     `any`; `""` if unknown), `code_reason` why. `unsigned` says whether it accepts submissions and orders that no key
     has signed. `public_key` is the key with which it signs finals, in hexadecimal; `""` if it signs none.
+    `limits` are the engine's limits that differ from the defaults, by name
+    (`domain/limit_table.py`), and `limits_reached` counts for each limit how often it was reached.
     """
 
     engine: str
@@ -963,3 +965,5 @@ class EngineInfo(Message):
     code_reason: str = ""
     unsigned: bool = True
     public_key: str = ""
+    limits: dict[str, int] = {}
+    limits_reached: dict[str, int] = {}

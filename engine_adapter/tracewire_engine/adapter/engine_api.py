@@ -20,10 +20,13 @@ __all__ = ["Carrier", "Choice", "Engine", "EngineLost", "MessageParser", "Output
 
 
 class Rejection(Exception):
-    """A submission that cannot run, with the field at fault."""
+    """A submission that cannot run, with the field at fault. `limit` names the limit that the submission exceeds."""
 
-    def __init__(self, field: str, message: str, *, type: str = "TraceRejected", line: int | None = None) -> None:
+    def __init__(
+        self, field: str, message: str, *, type: str = "TraceRejected", line: int | None = None, limit: str = ""
+    ) -> None:
         super().__init__(message)
+        self.limit = limit
         self.failure = Failure(type=type, message=message, field=field, line=line)
 
 

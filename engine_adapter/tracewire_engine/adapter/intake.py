@@ -10,6 +10,7 @@ from functools import partial
 import anyio
 import anyio.abc
 import msgspec
+from msgspec import structs
 
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
@@ -151,8 +152,10 @@ class Intake:
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
         try:
             validated = await self._validator.validate(trace, schema, entry.fields.get(b"d", b""))
+            self._check_client(validated.submission.client)
             return validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
+            self._services.limit_counts.note(error)
             failure = refusal(error)
             if self._services.spans is not None and isinstance(error, Rejection):
                 self._services.spans.refuse(entry, failure, self._info.engine)
@@ -165,6 +168,20 @@ class Intake:
             logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
         return None
+
+    def _check_client(self, client: str) -> None:
+        """Refuse a trace of a client that has as many running here as it may.
+
+        Raises:
+            LimitExceeded: the client has.
+        """
+        most = self._settings.limits.client_traces
+        if not most:
+            return
+        running = sum(submission.client == client for _, submission, _ in self._claims.entries.values())
+        if running >= most:
+            message = f"{client[:80]!r} has {running} traces running on this engine, and may have {most}"
+            raise LimitExceeded("client", message, "client_traces")
 
     async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
@@ -215,7 +232,8 @@ class Intake:
         self._claims.runs[trace] = early
         try:
             try:
-                opened = await self._bus.records.open(trace, self._info.engine, entry.attempt)
+                limits = self._settings.limits
+                opened = await self._bus.records.open(trace, self._info.engine, entry.attempt, limits)
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
@@ -231,6 +249,7 @@ class Intake:
                 self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
             self.refused.reset()
+            opened = self._bounded(entry, opened)
             run = self._run_of(entry, validated, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claims.entries[trace] = entry, submission, due
@@ -249,6 +268,16 @@ class Intake:
             self._claims.entries.pop(trace, None)
             self._services.writer.forget(trace)
 
+    def _bounded(self, entry: Taken, opened: Opened) -> Opened:
+        """The record with a deadline that is no later than the engine's limit allows."""
+        most = self._settings.limits.deadline_s
+        if not most:
+            return opened
+        left_s = max(0.0, most - max(0.0, time.time() - entry.queued_at))
+        return (
+            opened if opened.left_s is not None and opened.left_s <= left_s else structs.replace(opened, left_s=left_s)
+        )
+
     def _fate(self, run: TraceRun) -> str:
         """The type of the error by which an attempt has ended without a final of its own; empty if it has one."""
         if run.fenced:
@@ -263,13 +292,13 @@ class Intake:
         if self._services.spans is not None:
             span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine)
             # vLLM's own spans stand below it.
-            submission = msgspec.structs.replace(submission, context=span.context)
+            submission = structs.replace(submission, context=span.context)
         live: LiveTrace | None = None
         if submission.live != _NO_LIVE:
             if opened.version:
                 key = self._bus.keys.record(submission.trace)
                 self._bus.guard.demand(_check_same, submission.live, opened.live, key=key, entry="live parameters")
-                submission = msgspec.structs.replace(submission, live=opened.live)
+                submission = structs.replace(submission, live=opened.live)
             stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
             live = LiveTrace(f"r{next(self._services.names)}", submission.live, opened.version, opened.changes, stops)
         attempt = Attempt(
@@ -293,6 +322,14 @@ class Intake:
             run.pause.request(opened.paused)
         return run
 
+    def _deadline_failure(self, submission: Submission) -> Failure:
+        own, most = submission.deadline_s, self._settings.limits.deadline_s
+        if most and (own is None or own > most):
+            message = f"this engine ends a trace {most} s after it was queued (--limit deadline-s)"
+        else:
+            message = f"the trace's deadline, {own or 0:g} s after it was queued, has passed"
+        return Failure(type="DeadlineExceeded", message=message, field="deadline")
+
     async def _run_to_its_end(
         self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
     ) -> None:
@@ -301,8 +338,7 @@ class Intake:
             add_log_fields(**run.span.log_fields)
         timer: asyncio.TimerHandle | None = None
         if opened.left_s is not None:
-            message = f"the trace's deadline, {submission.deadline_s or 0:g} s after it was queued, has passed"
-            failure = Failure(type="DeadlineExceeded", message=message, field="deadline")
+            failure = self._deadline_failure(submission)
             if opened.left_s <= 0:
                 run.end("expired", failure)
             else:
@@ -315,8 +351,9 @@ class Intake:
             with scope:
                 async with self._services.inputs.of(submission), self._services.vectors.of(submission.interventions):
                     await run.run()
-        except Rejection as rejection:
-            status, problem = "rejected", rejection.failure
+        except (Rejection, LimitExceeded) as error:
+            self._services.limit_counts.note(error)
+            status, problem = "rejected", refusal(error)
         except EngineLost as error:
             if self._lifecycle.stopping.is_set() and not self._engine.lost:
                 # All processes of this engine were told to stop at once. Another engine continues the trace.

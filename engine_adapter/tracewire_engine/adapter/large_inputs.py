@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 
+from tracewire_bus.domain.limit_table import DEFAULTS, LimitExceeded
 from tracewire_bus.store.blobs import BlobMissing, Blobs
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
 from tracewire_bus.wire.packing import unpack
@@ -42,10 +43,20 @@ class _File:
 
 
 class Inputs:
-    """The files of all running traces, in `folder`. A `carrier` also sends them to workers on other machines."""
+    """The files of all running traces, in `folder`. A `carrier` also sends them to workers on other machines.
 
-    def __init__(self, blobs: Blobs, folder: Path, carrier: Carrier | None = None) -> None:
+    A trace's large variables take at most `most_bytes` bytes.
+    """
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        folder: Path,
+        carrier: Carrier | None = None,
+        most_bytes: int = DEFAULTS.variable_bytes,
+    ) -> None:
         self._blobs = blobs
+        self._most_bytes = most_bytes
         self._folder = folder
         self._carrier = carrier
         self._files: dict[Path, _File] = {}
@@ -56,10 +67,15 @@ class Inputs:
 
         Raises:
             Rejection: one cannot be fetched; names its field.
+            LimitExceeded: they are larger together than a trace's may be.
             BusUnavailable: Redis does not answer.
         """
+        references = list(_references(submission))
+        if (size := sum(ref.nbytes for _, ref in references)) > self._most_bytes:
+            message = f"a trace's large variables have at most {self._most_bytes} bytes, got {size}"
+            raise LimitExceeded("variables", message, "variable_bytes")
         async with AsyncExitStack() as held:
-            for field, ref in _references(submission):
+            for field, ref in references:
                 await held.enter_async_context(self._file(submission.trace, field, ref, self._carrier))
             for field, ref in _images(submission):
                 # The adapter itself reads images, so workers do not need them.

@@ -156,6 +156,8 @@ class PendingRecords:
         self._block = block
         self._reads = reads
         self._nbytes = 0
+        #: How many bytes of large arrays have come, in all.
+        self.chunk_bytes = 0
         self._limit = limit
         #: Whether the reports of steps took more than `limit` bytes and were dropped.
         self.dropped = False
@@ -328,9 +330,10 @@ class PendingRecords:
             self.given_up = True
             self._changed.notify()
 
-    def note_chunk(self) -> None:
+    def note_chunk(self, nbytes: int = 0) -> None:
         """Note that a part of a large array has come. The wait starts anew: the report may come behind the array."""
         self.large = True
+        self.chunk_bytes += nbytes
         if self._due_since is not None:
             self._due_since = time.monotonic()
 

@@ -16,9 +16,13 @@ __all__ = ["Prompts"]
 
 
 class Prompts:
-    """Encodes prompts with `tokenizer` for a model with vLLM's `config`."""
+    """Encodes prompts with `tokenizer` for a model with vLLM's `config`.
 
-    def __init__(self, tokenizer: Any, config: Any) -> None:
+    A prompt has at most `most` tokens; 0: as many as the model takes.
+    """
+
+    def __init__(self, tokenizer: Any, config: Any, most: int = 0) -> None:
+        self._most = most
         self._tokenizer = tokenizer
         self._config = config
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
@@ -38,6 +42,7 @@ class Prompts:
         """
         if invoke.token_ids is not None:
             token_ids = list(invoke.token_ids)
+            self.check_length(len(token_ids), f"{where}token_ids")
             vocabulary = self._config.get_vocab_size()
             wrong = next((token for token in token_ids if not 0 <= token < vocabulary), None)
             if wrong is not None:
@@ -46,6 +51,7 @@ class Prompts:
             token_ids = await self._encode(invoke.prompt or "", where)
         if not token_ids:
             raise Rejection(f"{where}prompt", "the prompt is empty")
+        self.check_length(len(token_ids), f"{where}prompt")
         return list(token_ids)
 
     def chat_of(self, invoke: Invoke, where: str) -> Chat | None:
@@ -83,12 +89,23 @@ class Prompts:
 
         return await anyio.to_thread.run_sync(encode, limiter=self._tokenizing)
 
+    def check_length(self, tokens: int, field: str) -> None:
+        """Check the number of a prompt's tokens.
+
+        Raises:
+            Rejection: the engine's limit is lower.
+        """
+        if 0 < self._most < tokens:
+            message = f"a prompt has at most {self._most} tokens, got {tokens}"
+            raise Rejection(field, f"{message} (--limit prompt-tokens)", limit="prompt_tokens")
+
     def _bound(self, characters: int, where: str, field: str) -> None:
-        limit = self._config.max_model_len
+        limit = min(self._config.max_model_len, self._most or self._config.max_model_len)
         if characters > limit * self._longest_token:
             raise Rejection(
                 f"{where}{field}",
-                f"a prompt of {characters} characters is more than this model's {limit} tokens can hold",
+                f"a prompt of {characters} characters is more than {limit} tokens can hold, which this engine takes",
+                limit="prompt_tokens",
             )
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 import anyio
 
 from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.domain.limit_table import changed
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusUnavailable
@@ -45,6 +46,7 @@ from .report_router import ReportRouter
 from .retention import FinishedRetention, Retention
 from .settings import Settings
 from .standing_edits import StandingEdits
+from .trace_limits import TraceLimits
 from .trace_run import RunServices
 from .validation import Validator
 from .vector_files import VectorFiles
@@ -67,13 +69,12 @@ class Adapter:
         tree = ModuleTree(info)
         self._lifecycle = Lifecycle(info.engine)
         self.serving = self._lifecycle.serving
-        self.stopping = self._lifecycle.stopping
-        self.draining = self._lifecycle.draining
+        self.stopping, self.draining = self._lifecycle.stopping, self._lifecycle.draining
         #: Set when `run` has returned.
         self.ended = anyio.Event()
         self._pending: dict[str, PendingRecords] = {}
         _describe(info, bus, settings)
-        self._validator = Validator(info, tree, settings.code)
+        self._validator = Validator(info, tree, settings.code, settings.limits)
         checks = self._validator.check_block, self._renew, settings.code.permit
         self._standing = StandingEdits(bus, info, tree, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
@@ -101,7 +102,7 @@ class Adapter:
             reports=self._reports,
             names=itertools.count(),
             blobs=bus.blobs,
-            inputs=Inputs(bus.blobs, engine.inputs, engine.carrier),
+            inputs=Inputs(bus.blobs, engine.inputs, engine.carrier, settings.limits.variable_bytes),
             vectors=VectorFiles(bus.vectors, engine.inputs, engine.carrier),
             steering=self._steering,
             retention=self._retention,
@@ -115,6 +116,7 @@ class Adapter:
         self._backpressure = Backpressure(
             *(engine, self._writer, self._reports, self._pending, self._claims, self._lifecycle, settings.buffer_bytes)
         )
+        self._trace_limits = TraceLimits(self._claims, settings.limits, services.limit_counts, self._control.end)
         #: Whether the adapter takes new traces.
         self._taking = True
         #: Set when the engine's entry of the registry is to be renewed at once.
@@ -175,6 +177,7 @@ class Adapter:
             if self._bulk is not None:
                 group.start_soon(self._bulk.run)
             group.start_soon(self._backpressure.run)
+            group.start_soon(self._trace_limits.run)
             group.start_soon(self._watch_engine)
             await self._register()
             group.start_soon(self._heartbeat)
@@ -247,7 +250,7 @@ class Adapter:
         if pending is None:
             # The array's trace has already ended.
             return
-        pending.note_chunk()
+        pending.note_chunk(len(chunk.data))
         self._reports.held_up = True
         try:
             await self._bus.blobs.put(pending.trace, chunk.blob, chunk.number, chunk.data, wait=True)
@@ -279,6 +282,7 @@ class Adapter:
             self._reports.pull()
             info.running = len(self._intake.scopes) + self.plain.running
             info.malformed, info.waiting_bytes = self._bus.guard.malformed, self._backpressure.waiting_bytes
+            info.limits_reached = dict(self._trace_limits.counts)
             stopping = "holding" if self.engine_paused and self._taking else "serving" if self._taking else "draining"
             info.state = "lost" if self.lost else stopping
             try:
@@ -329,5 +333,5 @@ class Adapter:
 
 def _describe(info: EngineInfo, bus: Bus, settings: Settings) -> None:
     """Write into the engine's entry of the registry what its settings say."""
-    info.retention_s = bus.retention_s
+    info.retention_s, info.limits = bus.retention_s, changed(settings.limits)
     info.code, info.code_reason = settings.code.code, settings.code.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .bulk_writer import BulkSettings
@@ -51,3 +52,5 @@ class Settings:
     engine_patience_s: float = REPORT_S
     #: Whose blocks run.
     code: CodePolicy = _ANY
+    #: What a submission and a trace may be and take.
+    limits: Limits = DEFAULTS

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,7 +22,9 @@ import msgspec
 
 from tracewire_bus.bus import BusFull, Fenced, Writer
 from tracewire_bus.domain.intervention_checks import substitute_live
+from tracewire_bus.domain.limit_table import LimitCounts
 from tracewire_bus.store.blobs import Blobs
+from tracewire_bus.wire.codec import encoded_size
 from tracewire_bus.wire.messages import (
     EngineInfo,
     Event,
@@ -95,6 +97,8 @@ class RunServices:
     standing: StandingEdits
     #: Makes the traces' OpenTelemetry spans, if the adapter makes any.
     spans: TraceSpans | None = None
+    #: Counts how often each limit was reached.
+    limit_counts: LimitCounts = field(default_factory=LimitCounts)
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ class TraceRun:
         self.lease = "" if submission.detach else submission.lease
         self.attempt = attempt.number
         self.requests: list[RunningRequest] = []
+        self._saved_bytes = 0
         #: Whether the stream refused this attempt.
         self.fenced = False
         #: Whether the trace's record is closed to changes.
@@ -211,6 +216,12 @@ class TraceRun:
     def ended(self) -> bool:
         """Whether this attempt has queued a final event."""
         return self._stream.ended
+
+    @property
+    def saved_bytes(self) -> int:
+        """How many bytes of saves this attempt has published, in events and beside them."""
+        beside = sum(request.pending.chunk_bytes for request in self.requests if request.pending is not None)
+        return self._saved_bytes + beside
 
     @property
     def seq(self) -> int:
@@ -429,6 +440,7 @@ class TraceRun:
             steps, sampled_at = [_NO_DELTAS] * len(choice.token_ids), time.time()
         else:
             steps = await pending.steps(choice.index, first, len(choice.token_ids))
+            self._saved_bytes += encoded_size(steps)
             sampled_at = pending.choices[choice.index].time
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
@@ -442,6 +454,7 @@ class TraceRun:
             request.done[choice.index] = True
         if pending is not None and (reads := pending.choices[choice.index].reads).blobs:
             # The bus must have large arrays before the deltas that refer to them.
+            self._saved_bytes += sum(len(raw) for _, raw in reads.blobs)
             await reads.upload(self._blobs, self.trace)
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:

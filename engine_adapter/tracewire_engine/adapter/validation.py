@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 import msgspec
 
+from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
@@ -66,8 +67,11 @@ class Validated(msgspec.Struct):
 class Validator:
     """Checks submissions against one engine's model."""
 
-    def __init__(self, info: EngineInfo, tree: ModuleTree, code: CodePolicy | None = None) -> None:
+    def __init__(
+        self, info: EngineInfo, tree: ModuleTree, code: CodePolicy | None = None, limits: Limits = DEFAULTS
+    ) -> None:
         self._info = info
+        self._limits = limits
         self._tree = tree
         self._code = code or CodePolicy()
         self._sources = Sources(info, tree)
@@ -112,11 +116,11 @@ class Validator:
             LimitExceeded: it is too large.
             ValueError: it cannot be decoded.
         """
-        check_size(len(data))
+        check_size(len(data), self._limits)
         light = len(data) <= _LIGHT_BYTES
         light &= await self._measure([("submission", data)])
         submission = decode_submission(data)
-        check_submission(submission)
+        check_submission(submission, self._limits)
         packed = [("live", submission.live), ("shared", submission.shared)]
         for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
             packed += [("block.variables", block.variables)] if block is not None else []

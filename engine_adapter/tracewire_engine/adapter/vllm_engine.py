@@ -181,6 +181,7 @@ class VllmEngine:
         blobs: BlobReceiver,
         patience_s: float = REPORT_S,
         chats: ChatOptions | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         self._patience_s = patience_s
         self.model = model
@@ -188,7 +189,7 @@ class VllmEngine:
         self._link = link
         self._blobs = blobs
         self._tokenizer: Any = model.tokenizer
-        self._prompts = Prompts(model.tokenizer, self.llm.model_config)
+        self._prompts = Prompts(model.tokenizer, self.llm.model_config, prompt_tokens)
         self._chats = Chats(self.llm, chats or ChatOptions())
         self._constraints = ConstraintChecks(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
@@ -292,6 +293,7 @@ class VllmEngine:
         if images:
             prompt = await rendered(self.llm, token_ids, images, where)
             token_ids = list(prompt["prompt_token_ids"])
+        self._prompts.check_length(len(token_ids), f"{where}prompt")
         limit = self.llm.model_config.max_model_len
         if len(token_ids) >= limit:
             raise Rejection(

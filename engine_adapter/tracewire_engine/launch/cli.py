@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
+from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
@@ -43,7 +44,7 @@ from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
-from .secret import API_KEY, Given, hub_token, shown
+from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -129,17 +130,21 @@ def _adapter(
 
     options = _parsed(arguments, secrets)
     configure_logging(options.log_format)
-    options.loaded = loaded
+    options.loaded = partial(_loaded, loaded, secrets)
+    if withheld := sorted(others(secrets)):
+        logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
-        _check_bulk(options)
         check_code(options)
         options.permit_key = new_secret(32)
-        options.exporter = _exporter(options)
+        with with_secrets(secrets):
+            # An archive's credentials, and the headers of a collector of spans.
+            _check_bulk(options)
+            options.exporter = _exporter(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
@@ -159,6 +164,12 @@ def _adapter(
     finally:
         if options.listener is not None:
             options.listener.close()
+
+
+def _loaded(loaded: Callable[[], None], secrets: Mapping[str, str]) -> None:
+    """The model has loaded, so the workers have started: set other programs' secrets for the adapter alone."""
+    loaded()
+    os.environ.update(others(secrets))
 
 
 def _refuse(error: object, status: int = 2) -> int:
@@ -184,6 +195,7 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("json_logging.json")))
     try:
         options.url = redis_url(options)
+        parse_limits(options.limit)
     except ValueError as error:
         parser.error(str(error))
     options.model = options.model_folder
@@ -371,7 +383,8 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
     from tracewire_engine.adapter.vllm_engine import VllmEngine
 
     try:
-        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats)
+        most = parse_limits(options.limit).prompt_tokens
+        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats, most)
     except TypeError as error:
         return _refuse(error)
     fault = await _untapped(engine)
@@ -442,6 +455,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         retain_traces=options.retain_traces,
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
+        limits=parse_limits(options.limit),
     )
 
 

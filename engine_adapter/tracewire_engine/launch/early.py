@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
+from tracewire_bus.domain.limit_table import parse_limits
+
 from .chat_options import add_chat_options
 from .options import add_options, redis_url
 
@@ -109,6 +111,7 @@ def checked(arguments: Sequence[str], secrets: Mapping[str, str] = MappingProxyT
         parser.error("MODEL is missing: a Hugging Face model's folder or name, or 'demo'")
     try:
         redis_url(options)
+        parse_limits(options.limit)
     except ValueError as error:
         parser.error(str(error))
     return options

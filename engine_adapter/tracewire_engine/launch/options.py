@@ -88,7 +88,17 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
     group.add_argument(
         "--url", default=secrets.get(URL) or os.environ.get(URL), help="Redis URL (default: $TRACEWIRE_URL)"
     )
-    group.add_argument("--url-file", metavar="FILE", help="read the Redis URL from this file, in place of --url")
+    group.add_argument(
+        "--url-file", metavar="FILE", help="read the Redis URL from this file or descriptor (/dev/fd/3), not --url"
+    )
+    group.add_argument(
+        "--keep-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave this environment variable to the processes that run blocks, although its name or value looks like "
+        "a secret, such as 'AWS_*' to load a model from S3 (repeatable)",
+    )
     group.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
     group.add_argument("--capacity", type=int, default=256, help="how many traces this engine runs at once")
     group.add_argument(
@@ -97,6 +107,14 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         default=4096,
         metavar="SUBMISSIONS",
         help="how many submissions may wait for the model; Redis refuses further ones (0: any number)",
+    )
+    group.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a limit on submissions and traces, such as choices=64 or trace-save-bytes=1000000000 (repeatable; "
+        "docs/internals/untrusted-input.md lists them with their defaults)",
     )
     group.add_argument(
         "--drain", type=float, default=10.0, metavar="SECONDS", help="how long running traces may go on after SIGTERM"

@@ -5,6 +5,9 @@ a child process. So if the command line or the environment holds a secret, the c
 the same process) by a command without it. It hands the secrets on through a pipe, which is read once. The supervisor
 hands them to each adapter in the same way.
 
+Secrets of other programs stay out of these processes too: every variable whose name or value looks like a secret
+(`is_secret`), unless `--keep-env` names it. The adapter sets these variables again once the workers have started.
+
 The processes that load the model need the token of the Hugging Face hub. They find it in a file, which is removed when
 the model has loaded, before any block runs. The value of `--hf-token` takes the same way, since vLLM would keep it in
 the workers' configuration. ModelScope's client reads its token from the environment only, so that token stays in the
@@ -18,13 +21,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-__all__ = ["API_KEY", "URL", "Given", "hub_token", "shown"]
+__all__ = ["API_KEY", "URL", "Given", "hub_token", "is_secret", "others", "shown", "with_secrets"]
 
 #: Environment variables with Tracewire's secrets: the URL of the bus's Redis, and the key of the HTTP API's clients.
 URL, API_KEY = "TRACEWIRE_URL", "VLLM_API_KEY"
@@ -40,6 +45,48 @@ _PIPE = 4096
 _NAMED = re.compile(r"--[\w-]*(?:key|token|password|secret)[\w-]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"://[^/\s]*@|://.*@|password=", re.IGNORECASE)
 _HIDDEN = "***"
+#: A name with one of these words, separated by underscores, is that of a secret.
+_SECRET_WORDS = frozenset(
+    (
+        *("key", "apikey", "token", "secret", "secrets", "password", "passwd", "passphrase", "pass", "pw", "pat"),
+        *("credential", "credentials", "headers", "dsn"),
+    )
+)
+#: Names that end in one of these words say where something is, not what it is.
+_PLACE_WORDS = frozenset(("path", "file", "dir", "folder", "id", "name"))
+#: Ray's workers log in to the cluster with this token. Proxies are needed to load a model.
+_NEEDED = re.compile(r"RAY_AUTH_TOKEN|(?:\w+_)?PROXY", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s]*@")
+_KEEP_ENV, _URL_FILE = "--keep-env", "--url-file"
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether an environment variable looks like a secret, by its name or by a password in a URL."""
+    if _NEEDED.fullmatch(name):
+        return False
+    if name in (URL, API_KEY, *_HUB, *_OTHER_HUBS) or _URL_WITH_PASSWORD.search(value):
+        return True
+    words = name.lower().split("_")
+    # An access key's id is the name of an account, but it belongs to a secret.
+    named = words[-1] in _PLACE_WORDS and words[-2:] != ["key", "id"]
+    return not named and not _SECRET_WORDS.isdisjoint(words)
+
+
+def others(secrets: Mapping[str, str]) -> dict[str, str]:
+    """Those of the secrets that are neither Tracewire's nor a model hub's."""
+    return {name: value for name, value in secrets.items() if name not in (URL, API_KEY, *_HUB, *_OTHER_HUBS)}
+
+
+@contextmanager
+def with_secrets(secrets: Mapping[str, str]) -> Iterator[None]:
+    """Set other programs' secrets in this process's environment. No process that runs blocks may start meanwhile."""
+    found = others(secrets)
+    os.environ.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            os.environ.pop(name, None)
 
 
 @dataclass
@@ -59,9 +106,16 @@ class Given:
         if descriptor := os.environ.pop(_HANDED, ""):
             with open(int(descriptor), encoding="utf-8", errors="surrogateescape") as pipe:
                 return cls(**json.load(pipe))
-        names = (URL, API_KEY, *_HUB, *_OTHER_HUBS)
-        secrets = {name: os.environ.pop(name) for name in names if name in os.environ}
+        keep = _values_of(_KEEP_ENV, arguments)
+        secrets = {
+            name: os.environ.pop(name)
+            for name, value in list(os.environ.items())
+            if is_secret(name, value) and not any(fnmatchcase(name, pattern) for pattern in keep)
+        }
         kept, token = _without_hub_token(arguments)
+        kept, url = _without_url_descriptor(kept)
+        if url:
+            secrets[URL] = url
         if token:
             secrets[_HUB[0]] = token
         given = cls(kept, secrets)
@@ -112,6 +166,40 @@ def _without_hub_token(arguments: Sequence[str]) -> tuple[list[str], str]:
             kept.append(argument)
         waiting = named and not equals
     return kept, token
+
+
+def _values_of(option: str, arguments: Sequence[str]) -> list[str]:
+    """The values of an option on a command line, as `OPTION VALUE` or `OPTION=VALUE`."""
+    found = [one.partition("=")[2] for one in arguments if one.startswith(f"{option}=")]
+    return found + [value for one, value in pairwise(arguments) if one == option]
+
+
+def _without_url_descriptor(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """Take a `--url-file` that can be read once out of the arguments. Returns the others, and the text or `""`.
+
+    Such a file is a descriptor (`/dev/fd/3`) or a pipe. The adapter reads a plain file itself, at each start.
+    """
+    kept: list[str] = []
+    url, at = "", 0
+    while at < len(arguments):
+        name, equals, value = arguments[at].partition("=")
+        step = 1
+        if name == _URL_FILE and not equals and at + 1 < len(arguments):
+            value, step = arguments[at + 1], 2
+        if name == _URL_FILE and value and not Path(value).is_file() and Path(value).exists():
+            url = Path(value).read_text().strip()
+            _close_descriptor(value)
+        else:
+            kept += arguments[at : at + step]
+        at += step
+    return kept, url
+
+
+def _close_descriptor(path: str) -> None:
+    """Close the descriptor that a path such as `/dev/fd/3` names, since child processes would inherit it."""
+    number = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", path)
+    if number is not None and int(number[1]) > 2:
+        os.close(int(number[1]))
 
 
 def _enlarge(pipe: int, size: int) -> None:

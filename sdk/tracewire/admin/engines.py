@@ -49,6 +49,8 @@ class Engine(msgspec.Struct, frozen=True):
         code_reason: why that is so.
         unsigned: whether it accepts submissions and orders that no key has signed.
         public_key: the key with which it signs finals, in hexadecimal; `""` if it signs none.
+        limits: its limits on submissions and traces that differ from the defaults, by name.
+        limits_reached: how often each limit was reached since the engine's start, by name.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Engine(msgspec.Struct, frozen=True):
     code_reason: str = ""
     unsigned: bool = True
     public_key: str = ""
+    limits: dict[str, int] = {}
+    limits_reached: dict[str, int] = {}
 
     @classmethod
     def of(cls, info: EngineInfo) -> Engine:
@@ -95,6 +99,8 @@ class Engine(msgspec.Struct, frozen=True):
             code_reason=info.code_reason,
             unsigned=info.unsigned,
             public_key=info.public_key,
+            limits=dict(info.limits),
+            limits_reached=dict(info.limits_reached),
         )
 
     @property

@@ -12,11 +12,13 @@ import signal
 import sys
 from collections.abc import Callable, Container, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 import anyio
 
 from tracewire.errors import TracewireError
 
+from .acl import add_acl
 from .approve import add_approve
 from .chat import add_chat
 from .commands import Parser, UsageError
@@ -77,6 +79,15 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namesp
     if more and not getattr(options, "takes_more", False):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     options.more = more
+    if (path := getattr(options, "url_file", None)) is not None:
+        if options.url is not None:
+            parser.error("--url-file: expected one of --url and --url-file, got both")
+        try:
+            options.url = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--url-file: {error}")
+        if not options.url:
+            parser.error(f"--url-file: expected a file with a URL, got an empty one: {path}")
     return options
 
 
@@ -139,6 +150,9 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     parser.add_argument("-V", "--version", action="store_true", help="print the version")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", help="Redis URL (default: $TRACEWIRE_URL)")
+    shared.add_argument(
+        "--url-file", metavar="FILE", help="read the Redis URL from this file or descriptor (/dev/fd/3)"
+    )
     shared.add_argument("--prefix", default="tw", help="prefix of all keys on Redis (default: tw)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     parents = (shared,)
@@ -146,7 +160,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_up(commands, parents)
     for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
-    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway):
+    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway, add_acl):
         add(commands, parents)
     add_approve(commands)
     add_redis(commands)

@@ -110,6 +110,12 @@ class Metrics:
             ("model", "engine", "edit"),
             registry=registry,
         )
+        self.limits_reached = Gauge(
+            "tracewire_engine_limits_reached",
+            "Times that a submission or a trace has reached a limit of an engine, since the engine's start.",
+            ("model", "engine", "limit"),
+            registry=registry,
+        )
         self.redis_used = Gauge("tracewire_redis_used_bytes", "Memory that Redis uses.", registry=registry)
         self.redis_limit = Gauge(
             "tracewire_redis_limit_bytes", "Limit on the memory of Redis, 0 for none.", registry=registry
@@ -142,7 +148,7 @@ class Metrics:
             self.redis_used.set(memory.used)
             self.redis_limit.set(memory.limit)
         of_engines = (self.engines, self.engine_running, self.engine_capacity, self.engine_waiting, self.edit_failures)
-        for gauge in (*of_engines, self.waiting, self.oldest):
+        for gauge in (*of_engines, self.limits_reached, self.waiting, self.oldest):
             # An engine that has left is no longer told of.
             gauge.clear()
         for engine in engines:
@@ -152,6 +158,8 @@ class Metrics:
             self.engine_waiting.labels(engine.model, engine.name).set(engine.waiting_bytes)
             for edit, count in engine.edit_failures.items():
                 self.edit_failures.labels(engine.model, engine.name, edit).set(count)
+            for limit, count in engine.limits_reached.items():
+                self.limits_reached.labels(engine.model, engine.name, limit).set(count)
         for model, count in waiting.items():
             self.waiting.labels(model).set(count)
             self.oldest.labels(model).set(oldest[model])

@@ -351,6 +351,8 @@ class RunningEngine(Form):
     malformed: int
     waiting_bytes: int
     edit_failures: dict[str, int]
+    limits: dict[str, int]
+    limits_reached: dict[str, int]
 
 
 class EngineList(Form):

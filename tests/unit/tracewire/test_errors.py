@@ -385,9 +385,10 @@ async def Overloaded(world: World) -> None:
 
 @raises
 async def TooManyChanges(world: World) -> None:
-    world.monkeypatch.setattr("tracewire_bus.store.trace_records.MAX_CHANGES", 2)
     await world.registered()
     async with world.client.trace("tiny", "hello", live={"alpha": 0.0}) as trace:
+        # As an engine with this limit writes when it begins the trace.
+        await world.bus.command("HSET", world.bus.keys.record(trace.id), "lw", 2)
         for _ in range(3):
             await trace.steer(alpha=1.0)
 

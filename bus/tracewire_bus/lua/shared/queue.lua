@@ -1,15 +1,17 @@
 -- The queue of one model. Every script that includes this is given these keys first:
---   entries: entry by trace, packed           data: encoded submission by trace
---   taken: holder by trace                    state: counters, and notes on each engine that takes
+--   entries: entry by trace, packed
+--   taken: holder by trace                    state: counters, limits, and notes on each engine that takes
 --   turns: clients by their next turn         bell: tokens that idle engines block on
 --   leases: leases that entries wait under    client: and lease: prefixes of each client's and lease's own set
 --   suspects: entries with one try left
+-- The encoded submissions by trace are in a key that is named after the entries': Redis lets a user who passes a key to
+-- a script read it, and a client may write submissions only.
 local queue = {
-  entries = KEYS[1], data = KEYS[2], taken = KEYS[3], state = KEYS[4], turns = KEYS[5], bell = KEYS[6],
-  leases = KEYS[7], suspects = KEYS[10]
+  entries = KEYS[1], taken = KEYS[2], state = KEYS[3], turns = KEYS[4], bell = KEYS[5], leases = KEYS[6],
+  suspects = KEYS[9], data = string.sub(KEYS[1], 1, -1 - #'entries') .. 'data'
 }
 local call = redis.call
-local client_prefix, lease_prefix = KEYS[8], KEYS[9]
+local client_prefix, lease_prefix = KEYS[7], KEYS[8]
 
 -- A whole number from Redis; default if it is malformed.
 function queue.whole(value, default)

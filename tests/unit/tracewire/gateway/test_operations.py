@@ -64,6 +64,7 @@ async def test_the_metrics_are_those_of_the_page(engine: Engine, served: Served)
 
 async def test_engines_and_queues_are_counted(engine: Engine, served: Served) -> None:
     told = {"running": 2, "capacity": 4, "waiting_bytes": 70, "edit_failures": {"calm": 2}}
+    told["limits_reached"] = {"name": 3}
     async with engine(engine="one", **told), engine(engine="two", state="draining"):
         found = await metrics(served)
         assert found["tracewire_engines", ("tiny", "serving")] == found["tracewire_engines", ("tiny", "draining")] == 1
@@ -71,6 +72,7 @@ async def test_engines_and_queues_are_counted(engine: Engine, served: Served) ->
         assert found["tracewire_engine_capacity", ("one", "tiny")] == 4
         assert found["tracewire_engine_waiting_bytes", ("one", "tiny")] == 70
         assert found["tracewire_edit_failures", ("calm", "one", "tiny")] == 2
+        assert found["tracewire_engine_limits_reached", ("one", "name", "tiny")] == 3
         assert not [labels for name, labels in found if name == "tracewire_edit_failures" and "two" in labels]
     found = await metrics(served)
     assert not any(name.startswith("tracewire_engine") for name, _ in found)

@@ -652,7 +652,7 @@ async def test_replies_keep_their_places_and_order_between_slots_is_asked_for(cl
 
 
 async def test_each_role_can_do_its_part_on_a_cluster(cluster: Cluster) -> None:
-    rules = RULES / ("users.acl" if cluster.version[0] >= "7" else "users-6.2.acl")
+    rules = RULES / ("users-cluster.acl" if cluster.version[0] >= "7" else "users-cluster-6.2.acl")
     for node in cluster.nodes:
         for line in rules.read_text().splitlines():
             _, name, *rest = line.split()

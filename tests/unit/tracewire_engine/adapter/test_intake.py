@@ -22,6 +22,7 @@ from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus, BusUnavailable, NotAllowed
+from tracewire_bus.domain.limit_table import Limits
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_bus.wire.packing import pack
@@ -42,11 +43,11 @@ async def test_an_entry_waits_for_a_redis_that_is_away_while_it_is_opened(
             records, opening = adapter._bus.records, anyio.Event()
             plain = records.open
 
-            async def opened(trace: str, name: str, attempt: int) -> Any:
+            async def opened(trace: str, name: str, attempt: int, limits: Limits) -> Any:
                 way.away = True
                 await way.cut()
                 try:
-                    return await plain(trace, name, attempt)
+                    return await plain(trace, name, attempt, limits)
                 finally:
                     way.away = False
                     opening.set()

@@ -20,6 +20,7 @@ from tests.support.redis.proxy import proxy
 from tests.support.served import submission
 from tests.support.spans import collector
 from tracewire_bus.bus import Bus, Taken
+from tracewire_bus.domain.limit_table import Limits
 from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.bulk_writer import BulkSettings
@@ -149,6 +150,10 @@ def test_an_option_reaches_the_adapter(option: str, value: float, field: str) ->
     changed = {one.name for one in fields(given) if getattr(given, one.name) != getattr(usual, one.name)}
     assert changed == {field}
     assert getattr(given, field) == value
+
+
+def test_a_limit_reaches_the_adapter() -> None:
+    assert _settings(parsed("--limit", "choices=3", "--limit", "paused-s=7")).limits == Limits(choices=3, paused_s=7)
 
 
 def test_bulk_goes_where_the_options_say(tmp_path: Path) -> None:
