@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = ["EXTRAS", "LEFT_OUT", "LOCKS", "PYTHONS", "closure", "project_requirements", "read_locks"]
+__all__ = ["EXTRAS", "LEFT_OUT", "LOCKS", "PYTHONS", "closure", "project_requirements", "read_locks", "refused_pythons"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = (ROOT / "locks" / "torch-cpu.txt", ROOT / "locks" / "cpu.txt")
@@ -95,6 +96,11 @@ def closure(
     return found
 
 
+def refused_pythons(requires: str) -> list[str]:
+    """Those of `PYTHONS` whose first release a distribution's `Requires-Python` leaves out. Debian 12 has 3.11.2."""
+    return [python for python in PYTHONS if not SpecifierSet(requires).contains(f"{python}.0")]
+
+
 def read_locks() -> dict[str, Version]:
     """The pinned versions of both locks, by canonical name."""
     pins = {}
@@ -144,6 +150,11 @@ def main() -> None:
     for python in PYTHONS:
         everything |= closure(roots, requires, python=python, left_out=LEFT_OUT).keys()
         torch |= closure([Requirement("torch")], requires, python=python).keys()
+    for name in sorted(everything):
+        if refused := refused_pythons(resolved[name].get("requires_python", "")):
+            sys.exit(
+                f"{name} {resolved[name]['version']} does not run on Python {refused[0]}: pin an older one in locks/"
+            )
     write(LOCKS[0], "torch and what it requires.", torch, resolved)
     write(LOCKS[1], "The CPU engine without torch, the extras and the tools.", everything - torch, resolved)
 

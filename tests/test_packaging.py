@@ -14,14 +14,15 @@ import sys
 import venv
 import zipfile
 from email.parser import HeaderParser
-from importlib.metadata import requires
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from locks.update import EXTRAS, LEFT_OUT, LOCKS, PYTHONS, closure, project_requirements, read_locks
+from locks.update import EXTRAS, LEFT_OUT, LOCKS, PYTHONS, closure, project_requirements, read_locks, refused_pythons
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,6 +155,20 @@ def test_locks_hold_all_that_their_packages_ask_for(python: str) -> None:
     ]
     assert not wrong, "run `make locks`"
     assert not LEFT_OUT & pins.keys()
+
+
+def test_the_locks_install_on_the_first_release_of_each_python() -> None:
+    """Distributions keep an early one for years: Debian 12 has 3.11.2."""
+    assert refused_pythons(">=3.11.5") == ["3.11"]
+    pins = read_locks()
+    known = {name: one for one in distributions() if (name := canonicalize_name(one.name)) in pins}
+    refused = {
+        name: one.metadata["Requires-Python"]
+        for name, one in known.items()
+        if Version(one.version) == pins[name] and refused_pythons(one.metadata.get("Requires-Python") or "")
+    }
+    assert len(known) > 100
+    assert refused == {}
 
 
 def test_every_line_of_the_locks_is_an_exact_pin() -> None:

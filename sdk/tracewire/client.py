@@ -142,7 +142,7 @@ class Client:
         address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
         if not address:
             raise InvalidUrl(
-                "no URL: pass one, or set TRACEWIRE_URL "
+                "no URL: pass one (commands: --url), or set TRACEWIRE_URL "
                 "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
             )
         self._session = Session(

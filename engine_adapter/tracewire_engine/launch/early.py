@@ -109,12 +109,26 @@ def checked(arguments: Sequence[str], secrets: Mapping[str, str] = MappingProxyT
         return options
     if all(argument.startswith("-") for argument in more):
         parser.error("MODEL is missing: a Hugging Face model's folder or name, or 'demo'")
+    if refused := _missing_folder(arguments[0]):
+        parser.error(refused)
     try:
         redis_url(options)
         parse_limits(options.limit)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _missing_folder(model: str) -> str:
+    """An error about a `MODEL` that is written as a path and holds no model, or `""`."""
+    if not model.startswith(("./", "../", "/", "~")):
+        return ""
+    folder = Path(model)
+    if not folder.exists():
+        return f"MODEL: {model} does not exist"
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "params.json")):
+        return f"MODEL: the folder {model} has no config.json, so it is no model's"
+    return ""
 
 
 def _dashed(argument: str) -> str:

@@ -25,6 +25,7 @@ import msgspec
 import torch
 from nnsight.intervention import source as nnsight_source
 from nnsight.modeling.vllm import VLLM
+from pydantic import ValidationError
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
@@ -251,13 +252,22 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
     return options
 
 
+def _reasons(error: ValidationError) -> str:
+    """vLLM's refusal of the settings on one line, such as of a model that it does not find."""
+    found = (str(one["msg"]).removeprefix("Value error, ") for one in error.errors())
+    return " ".join("; ".join(found).split())
+
+
 def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
     """Options with which vLLM chunks and caches plain requests as usual, and any traced prompt fits in one step.
 
     The workers can take a prompt of the model's maximum length in one step, unless `max_num_batched_tokens` is set. In
     steps without such a prompt, the scheduler keeps to the usual number of tokens (`STEP_TOKENS`).
     """
-    config = arguments.create_model_config()
+    try:
+        config = arguments.create_model_config()
+    except ValidationError as error:
+        raise UnsupportedSetting(_reasons(error)) from error
     # Passed even if None, so that nnsight does not set its own defaults. vLLM decides on those that are None.
     options: dict[str, Any] = {
         "enable_prefix_caching": arguments.enable_prefix_caching,

@@ -22,6 +22,9 @@ __all__ = ["Child"]
 _LOOK_S = 0.05
 #: How much of a log an error shows, in characters.
 _TAIL = 3000
+#: A line of a log that says how a start gets on, and the time before its words.
+_NEWS = re.compile(r"\d%|\b(?:INFO|WARNING|ERROR)\b")
+_WHEN = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ ")
 
 
 class Child:
@@ -91,9 +94,10 @@ class Child:
                 self._process.send_signal(number)
 
     def progress(self) -> str:
-        """The last bar of progress in the log, such as that of a download; `""` if there is none."""
+        """The last bar of progress or message in the log, such as that of a download; `""` if there is none."""
         lines = re.split(r"[\r\n]+", self.log_tail())
-        return next((line.strip() for line in reversed(lines) if re.search(r"\d%", line)), "")
+        found = next((line.strip() for line in reversed(lines) if _NEWS.search(line)), "")
+        return _WHEN.sub("", found)
 
     def log_tail(self) -> str:
         """The end of the log."""

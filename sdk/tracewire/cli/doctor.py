@@ -13,13 +13,14 @@ import msgspec
 
 from tracewire.admin.engines import Engine
 from tracewire.client import Client, connect
-from tracewire.errors import ConnectError, TracewireError
+from tracewire.errors import ConnectError, PermissionDeniedError, TracewireError
 from tracewire.traces.served_models import ModelInfo
 from tracewire_bus.store.server_info import ServerInfo
 from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.messages import SCHEMA, Accepted, Probe
 
 from .commands import add_command
+from .format import counted
 from .printing import print_json, rich_terminal
 
 __all__ = ["Finding", "add_doctor", "clock_findings", "engine_findings", "model_findings", "redis_findings"]
@@ -77,7 +78,7 @@ async def _doctor(options: argparse.Namespace) -> int:
         print_json({"ok": not problems, "findings": [msgspec.structs.asdict(one) for one in findings]})
     else:
         warnings = sum(one.status == "warning" for one in findings)
-        print(f"{len(problems)} problems, {warnings} warnings")
+        print(f"{counted(len(problems), 'problem')}, {counted(warnings, 'warning')}")
     return 1 if problems else 0
 
 
@@ -105,8 +106,7 @@ async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
             engines = await client.engines.list()
             for one in engine_findings(engines, redacted(client.url), options.model):
                 yield one
-            letters = await client.dead_letters.list(limit=100)
-            yield _dead_letters(len(letters))
+            yield await _dead_letters(client)
             for info in await client.models.list():
                 if options.model not in (None, info.name):
                     continue
@@ -116,7 +116,8 @@ async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
                     for one in await _trace_findings(client, info.name):
                         yield one
     except ConnectError as error:
-        yield Finding("connection", "problem", str(error), "check the URL, and that Redis runs: docs/redis.md")
+        advice = "start everything with: tracewire up demo; or name a Redis that runs: docs/redis.md"
+        yield Finding("connection", "problem", str(error), advice)
 
 
 def redis_findings(info: ServerInfo) -> list[Finding]:
@@ -206,7 +207,13 @@ def _engine(engine: Engine) -> Finding:
     return Finding(check, "ok", shown)
 
 
-def _dead_letters(count: int) -> Finding:
+async def _dead_letters(client: Client) -> Finding:
+    try:
+        count = len(await client.dead_letters.list(limit=100))
+    except PermissionDeniedError as error:
+        # As for the role `controller`, which otherwise may do all that this command does.
+        advice = "run this command as another user to see them (docs/redis.md)"
+        return Finding("dead letters", "warning", str(error), advice)
     if not count:
         return Finding("dead letters", "ok", "none")
     many = "100 or more" if count == 100 else str(count)
@@ -222,8 +229,10 @@ def model_findings(info: ModelInfo, waiting: int) -> list[Finding]:
         found.append(Finding(check, "warning", f"its engines differ in: {', '.join(info.differs)}", advice))
     if waiting:
         more = "no engine takes them" if info.running < info.capacity else "its engines are full"
-        found.append(Finding(check, "warning", f"{waiting} submissions wait: {more}", "start another engine"))
-    return found or [Finding(check, "ok", f"{len(info.engines)} engines, nothing waits")]
+        found.append(
+            Finding(check, "warning", f"{counted(waiting, 'submission')} waiting: {more}", "start another engine")
+        )
+    return found or [Finding(check, "ok", f"{counted(len(info.engines), 'engine')}, nothing waits")]
 
 
 async def _trace_findings(client: Client, model: str) -> list[Finding]:

@@ -15,7 +15,7 @@ from tracewire_bus.transport.urls import redacted
 
 from .blocks import BLOCK, load_block
 from .commands import UsageError, add_command, add_group
-from .format import short_value
+from .format import counted, short_value
 from .printing import no_engines, print_json, print_json_line, print_rows, remark
 from .requests import add_interventions, specs_of
 from .specs import declared
@@ -112,7 +112,7 @@ async def _list(options: argparse.Namespace) -> int:
 def _edit_row(edit: Edit) -> list[str]:
     what = [edit.block] if edit.block is not None else []
     what += [type(one).__name__ for one in edit.interventions]
-    state = f"disabled: {edit.disabled}" if edit.disabled else f"on {len(edit.engines)} engines"
+    state = f"disabled: {edit.disabled}" if edit.disabled else f"on {counted(len(edit.engines), 'engine')}"
     problems = [f"not on {engine}: {why}" for engine, why in edit.problems.items()]
     return [edit.name, str(edit.version), edit.scope, ", ".join(what), "; ".join((state, *problems))]
 

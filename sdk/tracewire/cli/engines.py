@@ -17,6 +17,7 @@ from tracewire.errors import ConnectError
 from tracewire.traces.served_models import ModelInfo
 
 from .commands import UsageError, add_command
+from .format import counted
 from .printing import no_engines, print_json, print_json_line, print_rows
 
 __all__ = ["add_engines", "names_of_host"]
@@ -213,7 +214,7 @@ async def _models(options: argparse.Namespace) -> int:
 def _model_row(info: ModelInfo) -> list[str]:
     return [
         info.name,
-        f"{len(info.engines)} engine{'s' if len(info.engines) != 1 else ''}",
+        counted(len(info.engines), "engine"),
         f"{info.running} of {info.capacity} traces",
         info.dtype,
         f"{info.layer_count} layers of {info.hidden_size}",

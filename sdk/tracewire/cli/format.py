@@ -21,8 +21,11 @@ from tracewire.traces.output import (
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.wire.messages import Failure
 
-__all__ = ["event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
+__all__ = ["counted", "event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
 
+
+#: How many elements of a list, a dict or an array of one dimension are shown.
+_ELEMENTS = 8
 
 _LAG = {
     "held": "the engine holds the trace",
@@ -78,15 +81,23 @@ def failure_text(failure: Failure | None) -> str:
     return "" if failure is None else f"{failure.type}: {failure.message}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 engine`, `2 engines`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def short_value(value: Any) -> str:
-    """A text of at most 60 characters for a number or a text; arrays show their dtype and shape."""
+    """A text of at most 60 characters for a number or a text; long arrays show their dtype and shape."""
     shape = getattr(value, "shape", None)
+    if shape and len(shape) == 1 and shape[0] <= _ELEMENTS and hasattr(value, "tolist"):
+        return short_value(value.tolist())
     if shape:
         return f"{getattr(value.dtype, 'name', value.dtype)}{list(shape)}"
     if isinstance(value, list):
-        return f"[{', '.join(short_value(item) for item in value[:8])}{', ...' if len(value) > 8 else ''}]"
+        shown = [short_value(item) for item in value[:_ELEMENTS]]
+        return f"[{', '.join([*shown, '...'] if len(value) > _ELEMENTS else shown)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {short_value(item)}' for key, item in list(value.items())[:8])}}}"
+        return f"{{{', '.join(f'{key}: {short_value(item)}' for key, item in list(value.items())[:_ELEMENTS])}}}"
     text = f"{value:.4g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

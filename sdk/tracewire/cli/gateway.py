@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tracewire.client import connect
 from tracewire.errors import LibraryMissing
 from tracewire_bus.logs import LOG_FORMATS, configure_logging
 
@@ -101,6 +102,9 @@ async def _gateway(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.keys or '--new-key'}: {error}") from None
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
+    # Fails here with one line; in the server's start it would be a traceback.
+    async with connect(options.url, prefix=options.prefix):
+        pass
     configure_logging(options.log_format)
     # uvicorn stops at these, and raises them again when it has stopped.
     for number in (signal.SIGTERM, signal.SIGINT):

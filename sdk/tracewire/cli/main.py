@@ -31,6 +31,7 @@ from .engines import add_engines
 from .export import add_export
 from .gateway import add_gateway
 from .harvest import add_harvest
+from .installed import COMMANDS, ENGINE, missing_engine
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
@@ -40,15 +41,11 @@ from .up import add_up
 
 __all__ = ["build_parser", "main"]
 
-GROUP = "tracewire.commands"
-
-#: The subcommand of the engine's packages, which the documentation shows.
-_ENGINE = "engine"
-_ENGINE_HELP = "serve a model: tracewire engine MODEL; needs tracewire[engine-gpu] or [engine-cpu]"
+_ENGINE_HELP = "serve a model: tracewire engine MODEL; needs tracewire[engine-gpu], or make setup in a checkout"
 
 
 def _commands() -> dict[str, EntryPoint]:
-    return {found.name: found for found in entry_points(group=GROUP)}
+    return {found.name: found for found in entry_points(group=COMMANDS)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,15 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if not argv[0].startswith("-") and argv[0] not in own:
+        if argv[0] == ENGINE and (missing := missing_engine()):
+            print(f"tracewire: {missing}", file=sys.stderr)
+            return 2
         if (found := _commands().get(argv[0])) is not None:
             command: Callable[[list[str]], int | None] = found.load()
             return command(argv[1:]) or 0
-        if argv[0] == _ENGINE:
-            print(
-                "tracewire: no engine is installed here: pip install 'tracewire[engine-gpu]', or [engine-cpu]",
-                file=sys.stderr,
-            )
-            return 2
     return _run(_parsed(parser, argv))
 
 
@@ -166,10 +160,10 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_redis(commands)
     add_completion(commands)
     own = frozenset(commands.choices)
-    for name, entry in sorted({_ENGINE: None, **_commands()}.items()):
+    for name, entry in sorted({ENGINE: None, **_commands()}.items()):
         if name not in own:
             # Listed in the help; `main` hands their arguments to their own parsers.
-            what = _ENGINE_HELP if name == _ENGINE else f"a command of an installed package: {entry.value}"  # type: ignore[union-attr]
+            what = _ENGINE_HELP if name == ENGINE else f"a command of an installed package: {entry.value}"  # type: ignore[union-attr]
             commands._choices_actions.append(commands._ChoicesPseudoAction(name, (), what))
     return parser, own
 

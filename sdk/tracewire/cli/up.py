@@ -28,6 +28,7 @@ from tracewire_bus.transport.urls import redacted
 
 from .children import Child
 from .commands import UsageError, add_command
+from .installed import missing_engine, missing_gateway
 from .printing import print_json_line, remark
 from .redis import port
 
@@ -89,13 +90,10 @@ async def _up(options: argparse.Namespace) -> int:
 
 
 def _check_installed(options: argparse.Namespace) -> None:
-    from importlib.metadata import entry_points
-    from importlib.util import find_spec
-
-    if not any(found.name == "engine" for found in entry_points(group="tracewire.commands")):
-        raise UsageError("no engine is installed here: pip install 'tracewire[engine-gpu]', or [engine-cpu]")
-    if not options.no_gateway and any(find_spec(name) is None for name in ("fastapi", "uvicorn")):
-        raise UsageError("the gateway is not installed: pip install 'tracewire[gateway]', or give --no-gateway")
+    if missing := missing_engine():
+        raise UsageError(missing)
+    if not options.no_gateway and (missing := missing_gateway()):
+        raise UsageError(f"{missing}, or give --no-gateway")
 
 
 async def _serve(options: argparse.Namespace) -> int:
@@ -253,7 +251,7 @@ class _Progress:
             remark(f"{what} ...")
 
     def tell(self, more: str = "") -> None:
-        """Say for how long the wait has lasted. `more` is the last bar of progress in the log."""
+        """Say for how long the wait has lasted. `more` is the last news of the log."""
         now = time.monotonic()
         line = f"{self._what} ... {now - self._began:.0f} s" + (f"  {more}" if more else "")
         if self._terminal:

@@ -58,9 +58,12 @@ def bound(binding: Binding) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((binding.host, binding.port))
-    except BaseException:
+    except OSError as error:
         made.close()
-        raise
+        where = f"[{binding.host}]" if family == socket.AF_INET6 else binding.host
+        raise OSError(
+            f"cannot listen on {where}:{binding.port}: {error.strerror}; --host and --port choose another"
+        ) from error
     return made
 
 

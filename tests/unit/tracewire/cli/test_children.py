@@ -59,8 +59,10 @@ async def test_the_log_says_why_a_child_ended(tmp_path: Path) -> None:
     assert (child.status, child.answer) == (2, "")
     assert "argument --port" in child.log_tail()
     assert child.progress() == ""
-    (tmp_path / "log").write_text("weights:  10%|#  | 1/9\rweights:  45%|## | 4/9\nWARNING more\n")
+    (tmp_path / "log").write_text("weights:  10%|#  | 1/9\rweights:  45%|## | 4/9\nand more\n")
     assert child.progress() == "weights:  45%|## | 4/9"
+    (tmp_path / "log").write_text("a:  10%\n2026-01-02 03:04:05,678 hub WARNING Retrying in 4s\nand more\n")
+    assert child.progress() == "hub WARNING Retrying in 4s"
     assert Child("nothing", [], {}, None).log_tail() == ""
 
 

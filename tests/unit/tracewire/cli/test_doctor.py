@@ -14,6 +14,7 @@ from tests.support.bus_engine import Stage, tiny
 from tests.support.cli import command
 from tracewire import Client, Engine, ServerInfo
 from tracewire.cli.doctor import clock_findings, engine_findings, model_findings, redis_findings
+from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import SCHEMA, Failure, Probe, Versions
 
 FITS: dict[str, Any] = {
@@ -71,7 +72,7 @@ async def test_an_empty_bus(where: tuple[str, ...], capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("PROBLEM  engines: no engines on "))
     assert lines[at + 1].startswith("         -> start one: tracewire engine demo --url ")
-    assert lines[-1] == "1 problems, 0 warnings"
+    assert lines[-1] == "1 problem, 0 warnings"
 
 
 async def test_no_redis(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +80,21 @@ async def test_no_redis(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [(one["check"], one["status"]) for one in found["findings"]] == [("connection", "problem")]
     assert found["ok"] is False
+
+
+async def test_a_user_that_may_not_see_dead_letters_still_sees_the_rest(
+    registered: str, bus: Bus, embedded: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await bus.command("ACL", "SETUSER", "half", "on", ">secret", "~*", "&*", "+@all", "-xrange")
+    try:
+        url = f"{embedded}?username=half&password=secret"
+        assert await command("doctor", "--json", "--no-trace", "--url", url, "--prefix", prefix) == 0
+    finally:
+        await bus.command("ACL", "DELUSER", "half")
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["dead letters"]["status"] == "warning"
+    assert "does not allow this user XRANGE" in found["dead letters"]["message"]
+    assert found["model tiny"]["status"] == "ok"
 
 
 async def rejecting(stage: Stage) -> None:
@@ -112,7 +128,7 @@ async def test_what_waits_and_what_died_is_told(
         assert await command("doctor", "--json", "--no-trace", *where) == 0
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["model tiny"]["status"] == "warning"
-    assert found["model tiny"]["message"] == "1 submissions wait: no engine takes them"
+    assert found["model tiny"]["message"] == "1 submission waiting: no engine takes them"
     assert found["dead letters"]["status"] == "ok"
 
 
@@ -192,7 +208,7 @@ async def test_models(client: Client, registered: str) -> None:
     full = dataclasses.replace(model, running=model.capacity, differs=("dtype",))
     assert [one.message for one in model_findings(full, 2)] == [
         "its engines differ in: dtype",
-        "2 submissions wait: its engines are full",
+        "2 submissions waiting: its engines are full",
     ]
 
 

@@ -52,7 +52,7 @@ async def test_the_command_installs_lists_and_removes(
         options = ("--set", "layer=3", "--scope", "asked")
         assert await command("edits", "install", "tiny", "norms", str(file), *options, *where) == 0
         line = capsys.readouterr().out
-        assert line == "norms\t1\tasked\twatch\ton 1 engines\n"
+        assert line == "norms\t1\tasked\twatch\ton 1 engine\n"
         assert await command("edits", "list", "tiny", *where) == 0
         assert capsys.readouterr().out == line
         assert (await edits.get("norms")).filename == str(file)
@@ -110,7 +110,7 @@ async def test_declared_interventions_are_installed(
     async with BusEngine.running(redis_url, prefix, tiny, engine_info("tiny", "e1", **FOLLOWS)):
         options = ("--steer", f"{steer}*-4", "--probe", "norm=residual(2),reduce=norm")
         assert await command("edits", "install", "tiny", "calm", *options, *where) == 0
-        assert capsys.readouterr().out == "calm\t1\tall\tSteer, Probe\ton 1 engines\n"
+        assert capsys.readouterr().out == "calm\t1\tall\tSteer, Probe\ton 1 engine\n"
         edit = await edits.get("calm")
         assert [type(one).__name__ for one in edit.interventions] == ["Steer", "Probe"]
         assert edit.interventions[0].scale == -4.0  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ async def test_what_an_edit_left_is_printed(client: Client, redis_url: str, pref
         finally:
             process.kill()
             process.communicate()
-    assert printed[0].split("\t")[1:] == ["version 3", "r 0", "rows=[float32[2]]  ValueError: no\n"]
+    assert printed[0].split("\t")[1:] == ["version 3", "r 0", "rows=[[0, 1]]  ValueError: no\n"]
     shown = json.loads(printed[1])
     assert (shown["version"], shown["saves"], shown["error"]["message"]) == (3, {"rows": [[0.0, 1.0]]}, "no")
     assert set(shown) == set(tracewire.EditOutput.__struct_fields__)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from tracewire.cli.format import lifecycle_line, printable, short_value, timestamp
+from tracewire.cli.format import counted, lifecycle_line, printable, short_value, timestamp
 from tracewire_bus.store.lifecycle import Lifecycle
 
 
@@ -18,6 +19,9 @@ from tracewire_bus.store.lifecycle import Lifecycle
         (7, "7"),
         ("a", "'a'"),
         (np.zeros((2, 3), np.float16), "float16[2, 3]"),
+        (np.array([0.5, 123.456, -2], np.float32), "[0.5, 123.5, -2]"),
+        (np.array([1.5, 3], ml_dtypes.bfloat16), "[1.5, 3]"),
+        (np.zeros(9, np.float32), "float32[9]"),
         (list(range(9)), "[0, 1, 2, 3, 4, 5, 6, 7, ...]"),
         ({"a": 1.0}, "{a: 1}"),
         ("x" * 80, "'" + "x" * 56 + "..."),
@@ -25,6 +29,10 @@ from tracewire_bus.store.lifecycle import Lifecycle
 )
 def test_a_value_is_short(value: Any, shown: str) -> None:
     assert short_value(value) == shown
+
+
+def test_things_are_counted() -> None:
+    assert [counted(number, "engine") for number in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
 
 
 def test_a_time_is_in_utc_to_the_millisecond() -> None:

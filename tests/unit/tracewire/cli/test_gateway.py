@@ -54,7 +54,15 @@ async def test_a_taken_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert await command("gateway", "--url", "redis://localhost", "--port", port) == 2
-    assert "in use" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; --host and --port choose another" in error
+
+
+async def test_a_redis_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await command("gateway", "--url", "unix:///nowhere/redis.sock", "--port", "0") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tracewire: cannot connect: no Redis answers at unix:///nowhere/redis.sock")
+    assert error.count("\n") == 1
 
 
 async def test_a_new_key_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, version
+from importlib.util import find_spec
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ import tracewire
 from tests.support.cli import command
 from tracewire.cli import main as cli
 from tracewire.cli.commands import UsageError
+from tracewire.cli.installed import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,8 @@ def test_no_url_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_subcommands_of_other_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [EntryPoint("extra", f"{__name__}:extra", cli.GROUP), EntryPoint("models", "nowhere:main", cli.GROUP)]
-    monkeypatch.setattr(cli, "entry_points", lambda group: entries if group == cli.GROUP else [])
+    entries = [EntryPoint("extra", f"{__name__}:extra", COMMANDS), EntryPoint("models", "nowhere:main", COMMANDS)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries if group == COMMANDS else [])
     monkeypatch.setattr(EntryPoint, "load", lambda self: extra)
     assert cli.main(["extra", "a", "--b"]) == 7
     assert capsys.readouterr().out == "['a', '--b']\n"
@@ -70,9 +72,13 @@ def extra(arguments: list[str]) -> int:
 
 
 def test_an_engine_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    # Its package comes with every client; what it needs does not.
+    monkeypatch.setattr("tracewire.cli.installed.find_spec", lambda name: None if name == "zmq" else find_spec(name))
     assert cli.main(["engine", "demo"]) == 2
-    assert "pip install 'tracewire[engine-gpu]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "(missing: zmq)" in error
+    assert "pip install 'tracewire[engine-gpu]'" in error
+    assert error.count("\n") == 1
     with pytest.raises(SystemExit) as left:
         cli.main(["nothing"])
     assert left.value.code == 2

@@ -47,7 +47,7 @@ def test_numbers_are_plotted_over_time_and_arrays_over_their_elements() -> None:
     shown = {name: (reading.plot(8), reading.text) for name, reading in readings.by_name.items()}
     assert shown == {
         "a": ("▁█▅", "2"),
-        "layers": ("█▅▁", "float64[3]"),
+        "layers": ("█▅▁", "[3, 2, 1]"),
         "big": ("", "float64[4, 4]"),
         "flag": ("", "True"),
     }

@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import sys
-from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 
 import anyio
 import anyio.to_thread
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.cli import command
 from tests.support.gateways import serving
-from tracewire.cli import up
+from tracewire.cli import installed, up
 from tracewire.cli.main import build_parser
 from tracewire_bus.transport.urls import redacted
 
@@ -59,16 +59,16 @@ def test_a_gateway_that_does_not_answer_has_no_dashboard() -> None:
 async def test_what_is_not_installed_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    entries = [EntryPoint("engine", "nowhere:main", "tracewire.commands")]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    lacking = {"uvicorn"}
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name in lacking else find_spec(name))
     assert await command("up", "demo") == 2
-    assert "the gateway is not installed: pip install 'tracewire[gateway]', or give --no-gateway" in (
-        capsys.readouterr().err
+    assert (
+        "the gateway is not installed (missing: uvicorn): pip install 'tracewire[gateway]', or give --no-gateway"
+        in (capsys.readouterr().err)
     )
-    entries.clear()
+    lacking.add("vllm")
     assert await command("up", "demo", "--no-gateway") == 2
-    assert "no engine is installed here" in capsys.readouterr().err
+    assert "no engine is installed here (missing: vllm)" in capsys.readouterr().err
 
 
 async def ran(*arguments: str) -> tuple[int, str]:

@@ -70,6 +70,8 @@ def test_the_names_of_vllm_s_options_are_those_that_its_parser_takes() -> None:
         (["demo", *URLS, "--default-chat-template-kwargs", "3"], "expected a JSON object, got '3'"),
         (["demo", *URLS, "--log-format", "xml"], "invalid choice: 'xml'"),
         ([*URLS], "MODEL is missing"),
+        (["./nowhere", *URLS], "MODEL: ./nowhere does not exist"),
+        (["/proc/self/fd", *URLS], "MODEL: the folder /proc/self/fd has no config.json"),
         (["demo"], "--url, --url-file or TRACEWIRE_URL is required"),
     ],
 )

@@ -11,9 +11,11 @@ import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.launch import engine_builder as engine_model
+from tracewire_engine.launch.cli import demo_model
 from tracewire_engine.launch.engine_builder import UnsupportedSetting
 
 pytest.importorskip("vllm")
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 
 def arguments(**options: Any) -> Any:
@@ -32,6 +34,20 @@ def test_recurrent_layers_are_served_without_a_prefix_cache() -> None:
     assert engine_model._scheduling(arguments(hybrid=True))["enable_prefix_caching"] is False
     with pytest.raises(UnsupportedSetting, match="recurrent layers"):
         engine_model._scheduling(arguments(hybrid=True, enable_prefix_caching=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": "./nowhere"}, "Invalid repository ID or local directory specified: './nowhere'"),
+        ({"max_model_len": 99999}, "max_model_len (99999) is greater than"),
+    ],
+)
+def test_what_vllm_refuses_of_a_model_is_one_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedSetting) as refused:
+        engine_model._scheduling(AsyncEngineArgs(**{"model": str(demo_model()), **options}))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_adapters_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Makes the base images of deploy/ from Debian's packages, for machines that reach no registry of images:
+#
+#   deploy/debian/images.sh [options of build]
+#   export TRACEWIRE_PYTHON_IMAGE=localhost/tracewire-debian-python TRACEWIRE_REDIS_IMAGE=localhost/tracewire-debian-redis
+#
+# It needs mmdebstrap, and root or mmdebstrap's own ways without it. CONTAINERS: docker (the default) or podman.
+set -eu
+cd "$(dirname "$0")"
+containers=${CONTAINERS:-docker}
+
+mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-venv bookworm - |
+    $containers import - localhost/tracewire-debian
+for target in python redis; do
+    $containers build --target "$target" -t "localhost/tracewire-debian-$target" "$@" .
+done
