@@ -183,15 +183,13 @@ class Completion:
 
     async def _started(self) -> Trace:
         """The trace, accepted by an engine or waiting for one. Closed again if it is not returned."""
-        base = self.gateway.base_of(self.body.model)
-        trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+        trace = self._made(self.gateway.base_of(self.body.model))
         try:
             with self.gateway.patience():
                 try:
                     await trace.start()
                 except UnknownModel as error:
-                    base = await self.gateway.find_base(error)
-                    trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+                    trace = self._made(await self.gateway.find_base(error))
                     await trace.start()
             if self.body.stream:
                 # An engine that refuses the trace says so with a status, if it comes to it in time.
@@ -201,6 +199,13 @@ class Completion:
             with anyio.CancelScope(shield=True):
                 await trace.aclose()
             raise
+        return trace
+
+    def _made(self, base: tuple[str, str | None]) -> Trace:
+        trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+        if self.body.stream:
+            # The stream has each event once, and nobody asks for the whole.
+            trace._keep_no_contents()
         return trace
 
     def answer_of(self, trace: Trace) -> Answer:

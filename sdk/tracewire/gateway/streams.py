@@ -70,7 +70,10 @@ async def unless_left(request: Request, work: Callable[[], Awaitable[T]]) -> T:
 def encoded(data: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
     """One server-sent event. Numbers that JSON does not have are null."""
     head = (f"id: {event_id}\n" if event_id else "") + (f"event: {name}\n" if name else "")
-    return head.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return b"%bdata: %b\n\n" % (head.encode(), _encode(data))
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Source(Protocol):
@@ -260,11 +263,16 @@ class EventSource(Response):
                     return
                 finally:
                     self._reading = False
-                if not self._closing and (data := await self.rendered(event)):
+                if self._is_closing():
+                    return
+                if data := await self.rendered(event):
                     held.append(data)
         except TracewireError as error:
             held.append(self.failed(error))
             self._over = True
+
+    def _is_closing(self) -> bool:
+        return self._closing
 
     def _is_ready(self) -> bool:
         """Whether the next event is here."""
