@@ -1,14 +1,17 @@
 """The gateway beside the SDK: how many tokens a second it passes on, and how much later each arrives.
 
-    python -m benchmarks.gateway [--engine scripted|demo] [--streams N] [--tokens N] [--rounds N] [--rate R] [--json]
+    python -m benchmarks.gateway [--engine scripted|demo] [--streams N] [--tokens N] [--rounds N] [--rate R]
+                                 [--probe] [--whole] [--against CHECKOUT] [--json]
 
 The same streams run in turns through the SDK and through `tracewire gateway`, on one engine, Redis and machine; the
 client, the gateway, the engine and Redis are processes of their own. With `--engine scripted` the engine is a scripted
 one (`tests/support/scripted_engine.py`), which puts out a token of each stream `--rate` times a second; `demo` is the
-demo model on the CPU, as fast as it goes.
+demo model on the CPU, as fast as it goes. With `--probe` each token brings the norms of all layers, inline. With
+`--whole` the answers are no streams. `--against` runs the gateway of another checkout in turns with this one's.
 
-`to_sdk` is the median of the gateway's tokens a second over the median of the SDK's. `added_p50_ms` and `added_p99_ms`
-are differences: of the quantiles of the time from the engine's step to the client's hands, of every token.
+`to_sdk` is the median of the gateway's tokens a second over the median of the SDK's. `cpu_us_per_token` is what the
+gateway's process takes of a core. `added_p50_ms` and `added_p99_ms` are differences: of the quantiles of the time from
+the engine's step to the client's hands, of every token. `against` has these figures of the other checkout's gateway.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import anyio
@@ -31,6 +35,7 @@ import anyio.to_thread
 import httpx
 import msgspec
 import numpy as np
+import psutil
 
 import tracewire
 from benchmarks.processes import ROOT, at_least, show, start
@@ -45,35 +50,60 @@ _END = b"\n\n"
 
 
 class Round(msgspec.Struct):
-    """What the client's process runs: so many streams at once, by `way`, and where it writes the tokens' ages."""
+    """What the client's process runs: so many streams at once, through `gateway` or, if there is none, the SDK.
 
-    way: str
+    The process writes the tokens' ages to `file`. `probe` is whether each token brings saves.
+    """
+
+    gateway: str
     model: str
     streams: int
     tokens: int
     file: str
+    probe: bool = False
+    whole: bool = False
+
+    def run(self, client: tracewire.Client, ages: list[float]) -> Coroutine[Any, Any, None]:
+        """One stream."""
+        if not self.gateway:
+            return by_sdk(client, self, ages)
+        return (whole_by_gateway if self.whole else by_gateway)(httpx.URL(self.gateway), self, ages)
 
 
 async def by_sdk(client: tracewire.Client, asked: Round, ages: list[float]) -> None:
-    """One stream."""
+    """One stream, or one result."""
     options: dict[str, Any] = {"max_tokens": asked.tokens, "ignore_eos": True, "temperature": 0.0}
+    if asked.probe:
+        options["interventions"] = [tracewire.Probe("norm", "residual(*)", reduce="norm")]
+    if asked.whole:
+        result = await client.trace(asked.model, PROMPT, **options).result()
+        ages.extend([0.0] * len(result.token_ids))
+        return
     async with client.trace(asked.model, PROMPT, **options) as trace:
         async for item in trace:
             if isinstance(item, tracewire.Output):
                 ages.extend([time.time() - item.time] * len(item.token_ids))
+                assert not asked.probe or item.delta
+
+
+def request(gateway: httpx.URL, asked: Round) -> bytes:
+    """The request for one completion."""
+    about: dict[str, Any] = {}
+    if asked.probe:
+        about["interventions"] = [{"do": "probe", "name": "norm", "at": "residual(*)", "reduce": "norm"}]
+    body = {"model": asked.model, "prompt": PROMPT, "max_tokens": asked.tokens, "ignore_eos": True}
+    data = json.dumps({**body, "stream": not asked.whole, "temperature": 0.0, "tracewire": about}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {gateway.host}\r\nConnection: close\r\n"
+    return (head + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n").encode() + data
 
 
 async def by_gateway(gateway: httpx.URL, asked: Round, ages: list[float]) -> None:
     """One stream, over a bare connection: what a client's library takes is not the gateway's."""
-    body = {"model": asked.model, "prompt": PROMPT, "max_tokens": asked.tokens, "ignore_eos": True, "stream": True}
-    data = json.dumps({**body, "temperature": 0.0, "tracewire": {}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {gateway.host}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(gateway.host, gateway.port)
-    writer.write(head.encode() + data)
+    writer.write(request(gateway, asked))
     left = b""
     while data := await reader.read(65536):
-        # The server sends each event as one chunk of the body.
+        # The server sends each event as one chunk of the body, or several events as one.
         *whole, left = (left + data).split(_END)
         for event in whole:
             _, found, line = event.rpartition(b"data: ")
@@ -81,16 +111,22 @@ async def by_gateway(gateway: httpx.URL, asked: Round, ages: list[float]) -> Non
                 about = msgspec.json.decode(line).get("tracewire", {})
                 if "time" in about:
                     ages.extend([time.time() - about["time"]] * len(about["token_ids"]))
+                    assert not asked.probe or about["delta"]
     writer.close()
 
 
-async def load(url: str, gateway: str) -> None:
+async def whole_by_gateway(gateway: httpx.URL, asked: Round, ages: list[float]) -> None:
+    """One answer that is no stream."""
+    reader, writer = await asyncio.open_connection(gateway.host, gateway.port)
+    writer.write(request(gateway, asked))
+    body = (await reader.read(-1)).partition(b"\r\n\r\n")[2]
+    ages.extend([0.0] * msgspec.json.decode(body)["usage"]["completion_tokens"])
+    writer.close()
+
+
+async def load(url: str) -> None:
     """Run the rounds that the lines of standard input ask for."""
-    limits = httpx.Limits(max_connections=None)
-    async with (
-        tracewire.connect(url) as client,
-        httpx.AsyncClient(base_url=gateway, timeout=600, limits=limits) as http,
-    ):
+    async with tracewire.connect(url) as client:
         print("ready", flush=True)
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             asked = msgspec.json.decode(line, type=Round)
@@ -98,10 +134,7 @@ async def load(url: str, gateway: str) -> None:
             begun = time.monotonic()
             async with anyio.create_task_group() as group:
                 for _ in range(asked.streams):
-                    if asked.way == "sdk":
-                        group.start_soon(by_sdk, client, asked, ages)
-                    else:
-                        group.start_soon(by_gateway, httpx.URL(gateway), asked, ages)
+                    group.start_soon(asked.run, client, ages)
             seconds = time.monotonic() - begun
             np.save(asked.file, np.array(ages))
             print(json.dumps({"seconds": seconds, "tokens": len(ages)}), flush=True)
@@ -111,10 +144,16 @@ async def load(url: str, gateway: str) -> None:
 
 
 @contextmanager
-def process(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that has printed its first line, and what it printed. Terminated at the end."""
+def process(*command: str, checkout: Path = ROOT) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of a checkout's that has printed its first line, and what it printed. Terminated at the end."""
+    sources = os.pathsep.join(str(checkout / part) for part in ("bus", "sdk", "engine_adapter", ""))
     running = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": sources},
     )
     try:
         assert running.stdout is not None
@@ -128,44 +167,87 @@ def process(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         running.wait(120)
 
 
+class Way:
+    """The rounds of one way: the SDK, or a gateway with its process."""
+
+    def __init__(self, url: str = "", pid: int | None = None) -> None:
+        self.url = url
+        self.rates: list[float] = []
+        self.ages: list[Any] = []
+        self.cpu_us: list[float] = []
+        self._process = psutil.Process(pid) if pid else None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return median(self.rates)
+
+    def late_ms(self, share: float) -> float:
+        """A quantile of the tokens' ages."""
+        return 1000 * quantile(np.concatenate(self.ages), share)
+
+    def run(self, client: subprocess.Popen[str], asked: Round, *, counts: bool) -> None:
+        """Run one round."""
+        assert client.stdin is not None
+        assert client.stdout is not None
+        before = self._cpu_s()
+        client.stdin.write(msgspec.json.encode(asked).decode() + "\n")
+        client.stdin.flush()
+        found = json.loads(client.stdout.readline())
+        assert found["tokens"] == asked.streams * asked.tokens, found
+        if counts:
+            self.rates.append(found["tokens"] / found["seconds"])
+            self.ages.append(np.load(asked.file))
+            self.cpu_us.append(1e6 * (self._cpu_s() - before) / found["tokens"])
+
+    def _cpu_s(self) -> float:
+        if self._process is None:
+            return 0.0
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def figures(self, sdk: Way) -> dict[str, float]:
+        """A gateway's figures beside the SDK's."""
+        return {
+            "to_sdk": round(self.rate / sdk.rate, 3),
+            "cpu_us_per_token": round(mean(self.cpu_us), 1),
+            "added_p50_ms": round(self.late_ms(0.5) - sdk.late_ms(0.5), 2),
+            "added_p99_ms": round(self.late_ms(0.99) - sdk.late_ms(0.99), 2),
+        }
+
+
 def run(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
     """The figures."""
     model = "demo" if options.engine == "demo" else "tiny"
     scripted = ("tests.support.scripted_engine", "--rate", str(options.rate), "--capacity", str(options.streams))
     command = ("tracewire.cli", "engine", "demo") if options.engine == "demo" else scripted
-    rates: dict[str, list[float]] = {"sdk": [], "gateway": []}
-    ages: dict[str, list[Any]] = {"sdk": [], "gateway": []}
+    served = ("tracewire.cli", "gateway", "--url", url, "--port", "0")
+    ways = {"sdk": Way()}
     with ExitStack() as stack:
         stack.enter_context(process(*command, "--url", url))
-        _, gateway = stack.enter_context(process("tracewire.cli", "gateway", "--url", url, "--port", "0"))
-        client = stack.enter_context(start("benchmarks.gateway", "--load", url, gateway))
+        for name, checkout in {"against": options.against, "gateway": ROOT}.items():
+            if checkout is not None:
+                running, gateway = stack.enter_context(process(*served, checkout=checkout))
+                ways[name] = Way(gateway, running.pid)
+        client = stack.enter_context(start("benchmarks.gateway", "--load", url))
         stack.callback(client.terminate)
-        assert client.stdin is not None
-        assert client.stdout is not None
         # The first round of each warms everything up.
         for number in range(options.rounds + 1):
-            for way in ("sdk", "gateway"):
-                file = str(folder / f"{way}.npy")
-                asked = Round(way, model, options.streams, options.tokens, file)
-                client.stdin.write(msgspec.json.encode(asked).decode() + "\n")
-                client.stdin.flush()
-                found = json.loads(client.stdout.readline())
-                assert found["tokens"] == options.streams * options.tokens, found
-                if number:
-                    rates[way].append(found["tokens"] / found["seconds"])
-                    ages[way].append(np.load(file))
-    late = {way: np.concatenate(ages[way]) for way in ages}
-    added = {share: 1000 * (quantile(late["gateway"], share) - quantile(late["sdk"], share)) for share in (0.5, 0.99)}
+            for name, way in ways.items():
+                file = str(folder / f"{name}.npy")
+                asked = Round(way.url, model, options.streams, options.tokens, file, options.probe, options.whole)
+                way.run(client, asked, counts=number > 0)
+    sdk, through = ways["sdk"], ways["gateway"]
     return {
         "engine": options.engine,
         "streams": options.streams,
-        "to_sdk": round(median(rates["gateway"]) / median(rates["sdk"]), 3),
-        "added_p50_ms": round(added[0.5], 2),
-        "added_p99_ms": round(added[0.99], 2),
-        "sdk_tokens_s": round(median(rates["sdk"]), 1),
-        "gateway_tokens_s": round(median(rates["gateway"]), 1),
-        "sdk_p50_ms": round(1000 * quantile(late["sdk"], 0.5), 2),
-        "sdk_p99_ms": round(1000 * quantile(late["sdk"], 0.99), 2),
+        "tokens": options.tokens,
+        **through.figures(sdk),
+        "sdk_tokens_s": round(sdk.rate, 1),
+        "gateway_tokens_s": round(through.rate, 1),
+        "sdk_p50_ms": round(sdk.late_ms(0.5), 2),
+        "sdk_p99_ms": round(sdk.late_ms(0.99), 2),
+        **({"against": ways["against"].figures(sdk)} if "against" in ways else {}),
     }
 
 
@@ -184,11 +266,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least(1), default=100)
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--rate", type=float, default=20.0, help="steps a second of the scripted engine")
+    parser.add_argument("--probe", action="store_true", help="save the norms of all layers with each token")
+    parser.add_argument("--whole", action="store_true", help="answers that are no streams")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="run the gateway of another checkout, too")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
-        anyio.run(load, *options.load)
+        anyio.run(load, options.load)
         return
     show(anyio.run(measured, options), as_json=options.json, width=18)
 

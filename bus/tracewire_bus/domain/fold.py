@@ -260,6 +260,7 @@ class Fold:
     Args:
         names: the saved names to fold; `None` for all.
         verifying: take the digests of lists' items as they arrive, so that `verify` at the end is fast.
+        contents: whether to fold tokens, text and saves. Without, the choices have the reasons for their ends alone.
 
     Attributes:
         attempt, seq: the id of the last event that was applied; 0 and -1 before the first.
@@ -270,9 +271,10 @@ class Fold:
         status, error, usage, save_errors, manifest, prompt_logprobs, warnings: as in `Final`, when the trace has ended.
     """
 
-    def __init__(self, names: Iterable[str] | None = None, *, verifying: bool = False) -> None:
+    def __init__(self, names: Iterable[str] | None = None, *, verifying: bool = False, contents: bool = True) -> None:
         self.names = None if names is None else frozenset(names)
         self.verifying = verifying
+        self.contents = contents
         self.attempt = 0
         self.seq = -1
         self.choices: dict[tuple[int, int], ChoiceState] = {}
@@ -346,9 +348,14 @@ class Fold:
         self.paused = False
 
     def _apply_output(self, output: OutputBase) -> None:
+        if not self.contents and output.finish_reason is None:
+            return
         state = self.choices.get((output.invoke, output.choice))
         if state is None:
             state = self.choices[output.invoke, output.choice] = ChoiceState()
+        if not self.contents:
+            state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
+            return
         deltas = output.deltas
         if output.index != len(state.token_ids):
             raise FoldError(
@@ -361,10 +368,11 @@ class Fold:
             self._apply_deltas(state, step)
 
     def _apply_final(self, final: Final) -> None:
-        for invoke, choice, deltas in final.deltas:
-            self._apply_deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
-        for invoke, choice, message in final.messages:
-            self.choices.setdefault((invoke, choice), ChoiceState()).message = message
+        if self.contents:
+            for invoke, choice, deltas in final.deltas:
+                self._apply_deltas(self.choices.setdefault((invoke, choice), ChoiceState()), deltas)
+            for invoke, choice, message in final.messages:
+                self.choices.setdefault((invoke, choice), ChoiceState()).message = message
         self.status = final.status
         self.error = final.error
         self.usage = final.usage
@@ -434,6 +442,9 @@ class Fold:
         self.attempt, self.seq = snapshot.attempt, snapshot.seq
         for held in snapshot.choices:
             state = self.choices[held.invoke, held.choice] = ChoiceState()
+            if not self.contents:
+                state.finish_reason, state.stop_reason = held.finish_reason, held.stop_reason
+                continue
             state.add_output(held)
             state.values = {
                 name: value for name, value in held.saves.items() if self.names is None or name in self.names
@@ -449,7 +460,8 @@ class Fold:
     def verify(self) -> None:
         """Compare the digests of the folded saves with the manifest of the trace's `Final`.
 
-        If the trace was rejected or its engine was lost, the `Final` has no manifest, and nothing is compared.
+        If the trace was rejected or its engine was lost, the `Final` has no manifest, and nothing is compared. Nor is
+        anything without `contents`.
 
         Raises:
             DigestMismatch: a save differs, is missing, or is not in the manifest.
@@ -457,7 +469,7 @@ class Fold:
         """
         if not self.finished:
             raise FoldError("only a finished trace can be verified")
-        if not self.manifest and self.status not in ("finished", "stopped"):
+        if not self.contents or (not self.manifest and self.status not in ("finished", "stopped")):
             return
         wanted = {
             (entry.invoke, entry.choice, entry.name): entry.digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
@@ -18,7 +17,7 @@ from .json_values import block_of, interventions_of, to_json
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway, needs
-from .streams import CLOSING, SILENCE, EventSource, encoded
+from .streams import RETRY, EventSource, encoded
 from .trace_routes import IfMatch, LastEventId, ModelName, author, version_of
 
 __all__ = ["router"]
@@ -210,23 +209,16 @@ class LifecycleFeed(EventSource):
         self._watch = watch
         self._caller = caller
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """See `EventSource.chunks`."""
-        yield b"retry: 1000\n\n"
-        try:
-            while True:
-                try:
-                    event = await self.next()
-                except StopAsyncIteration:
-                    return
-                if event is CLOSING:
-                    return
-                if event is SILENCE:
-                    yield b": waiting\n\n"
-                elif self._caller.sees(event.trace_id):
-                    yield self._encoded(event)
-        except TracewireError as error:
-            yield encoded(of_error(error).details(), name="interrupted")
+    def opening(self) -> bytes:
+        """See `EventSource.opening`."""
+        return RETRY
 
-    def _encoded(self, event: Lifecycle) -> bytes:
+    async def rendered(self, event: Lifecycle) -> bytes:
+        """See `EventSource.rendered`."""
+        if not self._caller.sees(event.trace_id):
+            return b""
         return encoded(msgspec.to_builtins(event), name=event.type, event_id=self._watch.position)
+
+    def failed(self, error: TracewireError) -> bytes:
+        """See `EventSource.failed`."""
+        return encoded(of_error(error).details(), name="interrupted")

@@ -62,10 +62,7 @@ class Measured:
         self._caller = caller
         self._begun = begun
         self._first = metrics.first_output_seconds.labels(model)
-        self._between = metrics.inter_token_seconds.labels(model)
-        self._lag = metrics.output_lag_seconds.labels(model)
-        self._tokens = metrics.tokens.labels(model)
-        self._bytes = metrics.delta_bytes.labels(model)
+        self._tokens = metrics.by_token.of(model)
         self._last: dict[tuple[int, int], float] = {}
 
     def item(self, item: Item) -> None:
@@ -73,18 +70,18 @@ class Measured:
         if not isinstance(item, Output):
             self._other(item)
             return
-        now, count = monotonic(), len(item.token_ids)
+        now, count, counted = monotonic(), len(item.token_ids), self._tokens
         where = item.invoke, item.choice
         last = self._last.get(where)
         if not self._last:
             self._first.observe(now - self._begun)
         if last is not None and count:
-            self._between.observe((now - last) / count)
+            counted.between.observe((now - last) / count)
         self._last[where] = now
         if item.time:
-            self._lag.observe(max(0.0, time() - item.time))
-        self._tokens.inc(count)
-        self._bytes.inc(len(memoryview(item.encoded_deltas)))
+            counted.lag.observe(max(0.0, time() - item.time))
+        counted.tokens += count
+        counted.delta_bytes += len(memoryview(item.encoded_deltas))
         self._limits.sampled(self._caller, count)
 
     def _other(self, item: Item) -> None:

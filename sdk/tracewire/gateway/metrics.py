@@ -8,12 +8,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tracewire import BusRefused, Client
 
+from .token_metrics import TokenMetrics
+
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_STEER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
@@ -45,29 +47,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.inter_token_seconds = Histogram(
-            "tracewire_gateway_inter_token_seconds",
-            "Seconds between two outputs of a choice, over the number of the later one's tokens.",
-            ("model",),
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
-        self.output_lag_seconds = Histogram(
-            "tracewire_gateway_output_lag_seconds",
-            "Seconds from the engine's step to the gateway's reading of its output.",
-            ("model",),
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "tracewire_gateway_tokens_total", "Sampled tokens under /v1.", ("model",), registry=registry
-        )
-        self.delta_bytes = Counter(
-            "tracewire_gateway_delta_bytes_total",
-            "Bytes of encoded deltas in the outputs under /v1.",
-            ("model",),
-            registry=registry,
-        )
+        self.by_token = TokenMetrics()
+        registry.register(self.by_token)
         self.restarts = Counter(
             "tracewire_gateway_restarts_total",
             "Further attempts of traces under /v1, whose engines were lost.",
@@ -84,7 +65,7 @@ class Metrics:
             "tracewire_gateway_steer_seconds",
             "Seconds from a change of a trace under /v1, by this gateway, to the event with its first token.",
             ("model",),
-            buckets=_TOKEN_SECONDS,
+            buckets=_STEER_SECONDS,
             registry=registry,
         )
         self.steers = Counter(

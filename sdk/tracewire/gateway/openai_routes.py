@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from time import monotonic, time
 from typing import Any
 
@@ -28,7 +28,7 @@ from .measured import Measured
 from .openai_answers import Answer, ChatAnswer, CompletionAnswer, usage_of
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway, needs
-from .streams import CLOSING, SILENCE, EventSource, encoded, unless_left
+from .streams import EventSource, encoded, unless_left
 from .submitting import openai_trace
 
 __all__ = ["Completion", "CompletionStream", "json_response", "router"]
@@ -183,15 +183,13 @@ class Completion:
 
     async def _started(self) -> Trace:
         """The trace, accepted by an engine or waiting for one. Closed again if it is not returned."""
-        base = self.gateway.base_of(self.body.model)
-        trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+        trace = self._made(self.gateway.base_of(self.body.model))
         try:
             with self.gateway.patience():
                 try:
                     await trace.start()
                 except UnknownModel as error:
-                    base = await self.gateway.find_base(error)
-                    trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+                    trace = self._made(await self.gateway.find_base(error))
                     await trace.start()
             if self.body.stream:
                 # An engine that refuses the trace says so with a status, if it comes to it in time.
@@ -201,6 +199,13 @@ class Completion:
             with anyio.CancelScope(shield=True):
                 await trace.aclose()
             raise
+        return trace
+
+    def _made(self, base: tuple[str, str | None]) -> Trace:
+        trace = openai_trace(self.gateway.client, self.body, base, self.caller)
+        if self.body.stream:
+            # The stream has each event once, and nobody asks for the whole.
+            trace._keep_no_contents()
         return trace
 
     def answer_of(self, trace: Trace) -> Answer:
@@ -316,30 +321,27 @@ class CompletionStream(EventSource):
         self._counts = options is not None and options.continuous_usage_stats
         self._position = "start"
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """See `EventSource.chunks`."""
-        yield encoded(self._first())
-        try:
-            while True:
-                try:
-                    item = await self.next()
-                except StopAsyncIteration:
-                    break
-                if item is SILENCE:
-                    yield b": waiting\n\n"
-                    continue
-                if item is CLOSING:
-                    yield self._closed()
-                    return
-                self._position = item.id
-                self._completion.measured.item(item)
-                for chunk in await self._chunks_of(item):
-                    yield encoded(chunk, event_id=item.id)
-            async for chunk in self._end():
-                yield encoded(chunk)
-        except TracewireError as error:
-            yield encoded(self._failed(self._completion.problem(error)))
-        yield _DONE
+    def opening(self) -> bytes:
+        """See `EventSource.opening`."""
+        return encoded(self._first())
+
+    async def rendered(self, item: Item) -> bytes:
+        """See `EventSource.rendered`."""
+        self._position = item.id
+        self._completion.measured.item(item)
+        return b"".join(encoded(chunk, event_id=item.id) for chunk in await self._chunks_of(item))
+
+    async def ending(self) -> bytes:
+        """See `EventSource.ending`."""
+        return b"".join(encoded(chunk) for chunk in await self._end()) + _DONE
+
+    def failed(self, error: TracewireError) -> bytes:
+        """See `EventSource.failed`."""
+        return encoded(self._failure(self._completion.problem(error))) + _DONE
+
+    def closed(self) -> bytes:
+        """See `EventSource.closed`."""
+        return encoded(self._failure(self.closing()))
 
     def _first(self) -> dict[str, Any]:
         """The chunk before all text: the roles, and the trace's id."""
@@ -383,18 +385,17 @@ class CompletionStream(EventSource):
             about["delta"] = await self._completion.values_json(self._trace.id, piece.delta)
         return about
 
-    async def _end(self) -> AsyncGenerator[dict[str, Any]]:
+    async def _end(self) -> list[dict[str, Any]]:
         """The chunks behind a good end."""
         final = await self._trace.final()
         answer = self._answer
-        for where in self._continuity.unfinished():
-            yield answer.chunk([answer.ended(answer.index(*where), "stop")])
-        usage = usage_of(final.usage)
+        found = [answer.chunk([answer.ended(answer.index(*where), "stop")]) for where in self._continuity.unfinished()]
         options = self._completion.body.stream_options
         if self._extended:
-            yield answer.chunk([answer.empty()], tracewire=await self._final(final))
+            found.append(answer.chunk([answer.empty()], tracewire=await self._final(final)))
         if options is not None and options.include_usage:
-            yield answer.chunk([], usage=usage)
+            found.append(answer.chunk([], usage=usage_of(final.usage)))
+        return found
 
     async def _final(self, final: Final) -> dict[str, Any]:
         found: dict[str, Any] = {"position": final.id, "status": final.status, "usage": usage_of(final.usage)}
@@ -410,14 +411,11 @@ class CompletionStream(EventSource):
             found["saves"] = saves
         return found
 
-    def _failed(self, problem: Problem) -> dict[str, Any]:
+    def _failure(self, problem: Problem) -> dict[str, Any]:
         """The event in place of the rest, as the `openai` client raises it."""
         body = problem.openai()
         body["error"]["tracewire"] = {"trace_id": self._trace.id, "position": self._position, **problem.more}
         return body
-
-    def _closed(self) -> bytes:
-        return encoded(self._failed(self.closing()))
 
     def closing(self) -> Problem:
         """What a stream that the gateway cuts ends with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from .problems import Problem, of_validation
 from .responses_answers import PREFIX, ResponseAnswer, ResponseEvents, end_of, items_of, response_of, response_usage
 from .responses_bodies import ResponsesBody
 from .state import Gateway, TheCaller, TheGateway, needs
-from .streams import CLOSING, SILENCE, encoded
+from .streams import encoded
 
 __all__ = ["router"]
 
@@ -137,34 +136,29 @@ class _ResponseStream(CompletionStream):
         super().__init__(completion, trace, answer)
         self._events = ResponseEvents(answer)
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """See `EventSource.chunks`."""
-        for event in self._events.begin(tracewire={"trace_id": self._trace.id}):
-            yield encoded(event, name=event["type"])
-        try:
-            while True:
-                try:
-                    item = await self.next()
-                except StopAsyncIteration:
-                    break
-                if item is SILENCE:
-                    yield b": waiting\n\n"
-                    continue
-                if item is CLOSING:
-                    event = self._failure(self.closing())
-                    yield encoded(event, name=event["type"])
-                    return
-                self._position = item.id
-                self._completion.measured.item(item)
-                for event in await self._events_of(item):
-                    yield encoded(event, name=event["type"], event_id=item.id)
-            final = await self._trace.final()
-            more = {"tracewire": await self._final(final)} if self._extended else {}
-            for event in self._events.end(final.usage, **more):
-                yield encoded(event, name=event["type"])
-        except TracewireError as error:
-            event = self._failure(self._completion.problem(error))
-            yield encoded(event, name=event["type"])
+    def opening(self) -> bytes:
+        """See `EventSource.opening`."""
+        return b"".join(map(_encoded, self._events.begin(tracewire={"trace_id": self._trace.id})))
+
+    async def rendered(self, item: Item) -> bytes:
+        """See `EventSource.rendered`."""
+        self._position = item.id
+        self._completion.measured.item(item)
+        return b"".join(_encoded(event, item.id) for event in await self._events_of(item))
+
+    async def ending(self) -> bytes:
+        """See `EventSource.ending`."""
+        final = await self._trace.final()
+        more = {"tracewire": await self._final(final)} if self._extended else {}
+        return b"".join(map(_encoded, self._events.end(final.usage, **more)))
+
+    def failed(self, error: TracewireError) -> bytes:
+        """See `EventSource.failed`."""
+        return _encoded(self._failed_event(self._completion.problem(error)))
+
+    def closed(self) -> bytes:
+        """See `EventSource.closed`."""
+        return _encoded(self._failed_event(self.closing()))
 
     async def _events_of(self, item: Item) -> list[dict[str, Any]]:
         found = []
@@ -180,6 +174,10 @@ class _ResponseStream(CompletionStream):
             found.append(self._events.event("tracewire", tracewire={"event": event}))
         return found
 
-    def _failure(self, problem: Problem) -> dict[str, Any]:
+    def _failed_event(self, problem: Problem) -> dict[str, Any]:
         about = {"trace_id": self._trace.id, "position": self._position, **problem.more}
         return self._events.failed(problem.openai()["error"], tracewire=about)
+
+
+def _encoded(event: dict[str, Any], event_id: str | None = None) -> bytes:
+    return encoded(event, name=event["type"], event_id=event_id)

@@ -132,12 +132,15 @@ class Gateway:
             raise UnknownTrace(trace_id)
 
 
-def _gateway(connection: HTTPConnection) -> Gateway:
+# FastAPI would run dependencies that are not coroutines on threads, which takes longer than they do.
+
+
+async def _gateway(connection: HTTPConnection) -> Gateway:
     gateway: Gateway = connection.app.state.gateway
     return gateway
 
 
-def _caller(connection: HTTPConnection) -> Caller:
+async def _caller(connection: HTTPConnection) -> Caller:
     return connection.scope.get("tracewire.caller", EVERYBODY)  # type: ignore[no-any-return]
 
 
@@ -148,7 +151,7 @@ TheCaller = Annotated[Caller, Depends(_caller)]
 def needs(right: Right) -> Any:
     """A route's dependency on a right of the caller's key."""
 
-    def check(caller: TheCaller) -> None:
+    async def check(caller: TheCaller) -> None:
         caller.require(right)
 
     check.right = right  # type: ignore[attr-defined]

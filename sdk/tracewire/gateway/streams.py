@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -16,30 +16,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["CLOSING", "SILENCE", "ClientLeft", "EventSource", "Streams", "encoded", "unless_left"]
+from tracewire import TracewireError
+from tracewire_bus.transport.loops import Task, Timer, running_loop, wait
+
+__all__ = ["RETRY", "ClientLeft", "EventSource", "Streams", "encoded", "unless_left"]
 
 logger = logging.getLogger("tracewire.gateway")
 
 T = TypeVar("T")
 
-#: How many chunks leave with one write before other tasks have a turn, where events come faster than they are sent.
-_CHUNKS_PER_WRITE = 16
-#: A chunk of so many bytes leaves by itself.
+#: How many events leave with one write before other tasks have a turn, where events come faster than they are sent.
+_EVENTS_PER_WRITE = 16
+#: So many bytes leave without waiting for more.
 _LARGE = 16 * 1024
-
-
-class _Mark:
-    """Something that a stream reads in place of an event."""
-
-
-#: Nothing has come for `keep_alive_s` seconds.
-SILENCE = _Mark()
-#: The gateway stops, and the stream has to end.
-CLOSING = _Mark()
+_WAITING = b": waiting\n\n"
+#: Has a browser come back after a second when its stream has ended before its time.
+RETRY = b"retry: 1000\n\n"
 
 
 class ClientLeft(Exception):
     """The client has disconnected before its answer began."""
+
+
+@contextmanager
+def _until_left(receive: Receive, scope: anyio.CancelScope) -> Iterator[None]:
+    """Enter `scope`, and cancel it when the client disconnects. The request's body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with scope:
+        # A task group costs several times as much as its task.
+        watcher = running_loop().create_task(watch(), name="tracewire: until the client leaves")
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
 
 async def unless_left(request: Request, work: Callable[[], Awaitable[T]]) -> T:
@@ -48,32 +62,18 @@ async def unless_left(request: Request, work: Callable[[], Awaitable[T]]) -> T:
     Raises:
         ClientLeft: the client has disconnected.
     """
-    results: list[T] = []
-    failure: Exception | None = None
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch)
-        try:
-            results.append(await work())
-        except Exception as error:
-            failure = error
-        group.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if not results:
-        raise ClientLeft
-    return results[0]
+    with _until_left(request.receive, anyio.CancelScope()):
+        return await work()
+    raise ClientLeft
 
 
 def encoded(data: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
     """One server-sent event. Numbers that JSON does not have are null."""
     head = (f"id: {event_id}\n" if event_id else "") + (f"event: {name}\n" if name else "")
-    return head.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return b"%bdata: %b\n\n" % (head.encode(), _encode(data))
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Source(Protocol):
@@ -84,13 +84,19 @@ class Source(Protocol):
 
 
 class Streams:
-    """The streams of one gateway, which end when it stops."""
+    """The streams of one gateway, which end when it stops.
+
+    One timer looks after all of them. A stream on which nothing was sent for `keep_alive_s` seconds sends a comment,
+    and a reader that takes nothing for `stall_s` seconds is disconnected.
+    """
 
     def __init__(self, *, keep_alive_s: float, stall_s: float) -> None:
         self.keep_alive_s = keep_alive_s
         self.stall_s = stall_s
+        self._tick_s = min(keep_alive_s, stall_s) / 4
         self._open: set[EventSource] = set()
         self._over = anyio.Event()
+        self._timer: Timer | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -98,13 +104,28 @@ class Streams:
     def add(self, stream: EventSource) -> None:
         """Count a stream that begins."""
         self._open.add(stream)
+        if self._timer is None:
+            self._set_timer()
 
     def discard(self, stream: EventSource) -> None:
         """Forget a stream that has ended."""
         self._open.discard(stream)
         if not self._open:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             self._over.set()
             self._over = anyio.Event()
+
+    def _set_timer(self) -> None:
+        loop = running_loop()
+        self._timer = loop.call_at(loop.time() + self._tick_s, self._look)
+
+    def _look(self) -> None:
+        now = monotonic()
+        for stream in self._open:
+            stream.look(now, silent=self.keep_alive_s - self._tick_s, stalled=self.stall_s)
+        self._set_timer()
 
     async def wait_over(self) -> None:
         """Wait until no stream is open."""
@@ -118,7 +139,10 @@ class Streams:
 
 
 class EventSource(Response):
-    """A stream of server-sent events from a `Source`, which it closes at the end."""
+    """A stream of server-sent events from a `Source`, which it closes at the end.
+
+    A subclass renders the events. What its methods return is sent in the order of their calls.
+    """
 
     media_type = "text/event-stream"
 
@@ -129,10 +153,19 @@ class EventSource(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(headers or {})})
         self._streams = streams
         self._source = source
+        #: Ends all, and ends the reading alone.
+        self._all = anyio.CancelScope()
+        self._reads = anyio.CancelScope()
         self._closing = False
-        self._waiting: anyio.CancelScope | None = None
-        #: When the send began that has not returned yet.
+        #: Whether the stream waits for the next event.
+        self._reading = False
+        #: When the send began that has not returned yet, and when the last one ended.
         self._sending: float | None = None
+        self._sent = monotonic()
+        self._comment: Task[None] | None = None
+        #: What was rendered and not sent yet, and whether it is the end.
+        self._held: list[bytes] = []
+        self._over = False
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Set the headers of an answer without a length."""
@@ -141,91 +174,121 @@ class EventSource(Response):
             for name, value in {"Content-Type": "text/event-stream; charset=utf-8", **(headers or {})}.items()
         ]
 
+    # --- what subclasses render ---------------------------------------------------------------------------------------
+
+    def opening(self) -> bytes:
+        """What is sent before all events."""
+        return b""
+
     @abstractmethod
-    def chunks(self) -> AsyncGenerator[bytes]:
-        """The events as they leave."""
+    async def rendered(self, event: Any) -> bytes:
+        """An event of the source as it is sent; nothing if it is left out."""
+
+    async def ending(self) -> bytes:
+        """What is sent once the source is over."""
+        return b""
+
+    def failed(self, error: TracewireError) -> bytes:
+        """What is sent in place of the rest where the source, or the rendering, raises."""
+        raise error
+
+    def closed(self) -> bytes:
+        """What is sent in place of the rest where the gateway stops."""
+        return b""
+
+    # --- its life -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Have the stream end: it reads `CLOSING` next."""
+        """Have the stream end before its next event."""
         self._closing = True
-        if self._waiting is not None:
-            self._waiting.cancel()
+        if self._reading:
+            self._reads.cancel()
 
-    async def next(self) -> Any:
-        """The next event of the source, `SILENCE` or `CLOSING`.
+    def look(self, now: float, *, silent: float, stalled: float) -> None:
+        """End a stream whose send has taken `stalled` seconds, and send a comment after `silent` seconds of silence.
 
-        A read that is given up loses nothing: the next one goes on where it was.
-
-        Raises:
-            StopAsyncIteration: the source is over.
+        A time limit on each read, or on each send, would cost more than the read and the send do.
         """
-        if not self._closing:
-            if self._is_ready():
-                # What a limit on the waiting costs is saved.
-                return await self._source.__anext__()
-            try:
-                with anyio.move_on_after(self._streams.keep_alive_s) as self._waiting:
-                    return await self._source.__anext__()
-            finally:
-                self._waiting = None
-        return self._silence()
+        if self._sending is not None:
+            if now - self._sending >= stalled:
+                logger.info("a reader has taken nothing for %g s and is disconnected", stalled)
+                self._all.cancel()
+        elif self._reading and not self._closing and now - self._sent >= silent:
+            # Its task goes on waiting for the next event.
+            self._comment = running_loop().create_task(self._say_waiting(), name="tracewire: a silent stream's comment")
 
-    def _is_ready(self) -> bool:
-        """Whether the next event is here, so that the chunks before it can leave with it."""
-        return getattr(self._source, "_ready", False)
-
-    def _silence(self) -> _Mark:
-        return CLOSING if self._closing else SILENCE
+    async def _say_waiting(self) -> None:
+        with suppress(OSError):
+            await self._pass_on(_WAITING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the source is over, the client has left, or the client has stalled."""
+        self._send = send
         self._streams.add(self)
-        failure: Exception | None = None
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._await_disconnect, receive, group.cancel_scope)
-                group.start_soon(self._await_stall, group.cancel_scope)
-                try:
-                    await self._send(send)
-                except Exception as error:
-                    failure = error
-                group.cancel_scope.cancel()
+            with _until_left(receive, self._all):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                with self._reads:
+                    await self._send_events()
+                if not self._over:
+                    self._held.append(self.closed())
+                await self._flush(more=False)
         finally:
             self._streams.discard(self)
+            if self._comment is not None:
+                self._comment.cancel()
             with anyio.CancelScope(shield=True):
                 await self._source.aclose()
-        if failure is not None:
-            raise failure
 
-    async def _await_disconnect(self, receive: Receive, scope: anyio.CancelScope) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        scope.cancel()
+    async def _send_events(self) -> None:
+        """Send the events as they come, until they are over or the stream closes."""
+        held = self._held
+        if opening := self.opening():
+            held.append(opening)
+        try:
+            while not self._closing:
+                # Most of the cost of a small event is its write: what is here leaves together.
+                full = len(held) >= _EVENTS_PER_WRITE
+                if full or not self._is_ready() or (held and len(held[-1]) >= _LARGE):
+                    if full:
+                        # The server notices on its event loop that a client has left, which a burst keeps busy.
+                        await anyio.lowlevel.checkpoint()
+                    await self._flush()
+                self._reading = True
+                try:
+                    event = await self._source.__anext__()
+                except StopAsyncIteration:
+                    held.append(await self.ending())
+                    self._over = True
+                    return
+                finally:
+                    self._reading = False
+                if self._is_closing():
+                    return
+                if data := await self.rendered(event):
+                    held.append(data)
+        except TracewireError as error:
+            held.append(self.failed(error))
+            self._over = True
 
-    async def _await_stall(self, scope: anyio.CancelScope) -> None:
-        """End the stream when one send has taken `stall_s`. A time limit on each send would cost more than the send."""
-        seconds = self._streams.stall_s
-        while True:
-            await anyio.sleep(seconds / 4)
-            if self._sending is not None and monotonic() - self._sending >= seconds:
-                logger.info("a reader has taken nothing for %g s and is disconnected", seconds)
-                scope.cancel()
-                return
+    def _is_closing(self) -> bool:
+        return self._closing
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        held: list[bytes] = []
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                held.append(chunk)
-                if len(held) < _CHUNKS_PER_WRITE and len(chunk) < _LARGE and self._is_ready():
-                    # Most of the cost of a small chunk is its write.
-                    continue
-                if len(held) == _CHUNKS_PER_WRITE:
-                    # The server notices on its event loop that a client has left, which a burst of events keeps busy.
-                    await anyio.lowlevel.checkpoint()
-                self._sending = monotonic()
-                await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
-                self._sending = None
-                held.clear()
-        await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+    def _is_ready(self) -> bool:
+        """Whether the next event is here."""
+        return getattr(self._source, "_ready", False)
+
+    async def _flush(self, *, more: bool = True) -> None:
+        """Send what is held. Nothing is lost if the reading is given up meanwhile."""
+        if self._comment is not None:
+            await wait(self._comment)
+            self._comment = None
+        data = b"".join(self._held)
+        self._held.clear()
+        if data or not more:
+            await self._pass_on(data, more=more)
+
+    async def _pass_on(self, data: bytes, *, more: bool = True) -> None:
+        self._sending = monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending, self._sent = None, monotonic()

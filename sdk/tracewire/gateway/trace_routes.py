@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
 from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
@@ -35,7 +34,7 @@ from .json_values import Form, inlined, to_json, values_of
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway, needs
-from .streams import CLOSING, SILENCE, EventSource, encoded, unless_left
+from .streams import RETRY, EventSource, encoded, unless_left
 from .submitting import detached_trace
 
 __all__ = ["EventFeed", "author", "feed_json", "resume_point", "router", "version_of"]
@@ -312,28 +311,20 @@ class EventFeed(EventSource):
         self._content = content
         self._form = form
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """See `EventSource.chunks`."""
-        yield b"retry: 1000\n\n"
-        try:
-            while True:
-                try:
-                    event = await self.next()
-                except StopAsyncIteration:
-                    return
-                if event is SILENCE:
-                    yield b": waiting\n\n"
-                elif event is CLOSING:
-                    # A client comes back with the id of its last event, to another gateway.
-                    return
-                else:
-                    data = await feed_json(event, self._content, self._form, self._subscription.trace_id, self._limit)
-                    yield encoded(data, name=event.type, event_id=self._subscription.position)
-        except BrokenStream as error:
-            # Another attempt reads the same.
-            yield encoded(of_error(error).details(), name="broken")
-        except TracewireError as error:
-            yield encoded(of_error(error).details(), name="interrupted")
+    def opening(self) -> bytes:
+        """See `EventSource.opening`."""
+        return RETRY
+
+    async def rendered(self, event: Event) -> bytes:
+        """See `EventSource.rendered`."""
+        data = await feed_json(event, self._content, self._form, self._subscription.trace_id, self._limit)
+        return encoded(data, name=event.type, event_id=self._subscription.position)
+
+    def failed(self, error: TracewireError) -> bytes:
+        """See `EventSource.failed`."""
+        # After `broken`, another attempt would read the same.
+        name = "broken" if isinstance(error, BrokenStream) else "interrupted"
+        return encoded(of_error(error).details(), name=name)
 
 
 async def feed_json(event: Event, content: Content, form: Form, trace_id: str, limit: int) -> dict[str, Any]:

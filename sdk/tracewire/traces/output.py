@@ -63,6 +63,10 @@ __all__ = [
 ]
 
 
+#: So many bytes have the deltas of one step without any. A delta takes more.
+_EMPTY_BYTES = 2
+
+
 class Saving(OutputBase, dict=True):
     """Base of `Output` and `Shared`: the saves of an event, decoded when the consumer first asks for them."""
 
@@ -122,6 +126,8 @@ class Saving(OutputBase, dict=True):
             MalformedEvent: the saves cannot be read.
             ValueMissing: the saves are in a bulk store that cannot be read.
         """
+        if memoryview(self.encoded_deltas).nbytes <= _EMPTY_BYTES and "_missing" not in self.__dict__:
+            return Values()
         return merged(self.deltas, self.__dict__.get("_names"))
 
 

@@ -250,6 +250,13 @@ class Trace(EventStream[Item]):
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
+    def _keep_no_contents(self) -> None:
+        """Leave the tokens, text and saves to whoever iterates: `state` and errors' `result` have none, nor has `result`.
+
+        For a reader that passes the items on, as the gateway does. It must be called before the trace is read.
+        """
+        self._fold = Fold(contents=False)
+
     async def accepted(self) -> Accepted:
         """Wait until an engine has accepted the trace, and return its `Accepted` event.
 

@@ -9,7 +9,7 @@ from tracewire.gateway.metrics import Metrics
 
 def test_each_gateway_counts_for_itself() -> None:
     one, other = Metrics(), Metrics()
-    one.tokens.labels("tiny").inc(3)
+    one.by_token.of("tiny").tokens += 3
     assert b'tracewire_gateway_tokens_total{model="tiny"} 3.0' in one.text()
     assert b'model="tiny"' not in other.text()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
 import pytest
 
-from tracewire.gateway.streams import CLOSING, SILENCE, ClientLeft, EventSource, Streams, encoded, unless_left
+from tracewire.gateway.streams import ClientLeft, EventSource, Streams, encoded, unless_left
 
 
 class Fed:
@@ -32,16 +31,11 @@ class Fed:
 class Numbers(EventSource):
     """Sends what it reads."""
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        while True:
-            try:
-                event = await self.next()
-            except StopAsyncIteration:
-                return
-            if event is CLOSING:
-                yield b"closing"
-                return
-            yield b"silence" if event is SILENCE else encoded(event)
+    async def rendered(self, event: int) -> bytes:
+        return encoded(event)
+
+    def closed(self) -> bytes:
+        return b"closing"
 
 
 class Ready:
@@ -72,7 +66,7 @@ class Reader:
         self.room = anyio.Event()
         self.room.set()
         self.came = anyio.Event()
-        self.over = False
+        self.over = self.sending = False
 
     async def receive(self) -> dict[str, Any]:
         await self.left.wait()
@@ -111,8 +105,8 @@ async def test_a_silent_stream_says_so_and_loses_nothing() -> None:
         await reader.until(2)
         fed.give.send_nowait(7)
         fed.give.close()
-    assert reader.sent[:2] == [b"silence"] * 2
-    assert [one for one in reader.sent if one != b"silence"] == [b"data: 7\n\n"]
+    assert reader.sent[:2] == [b": waiting\n\n"] * 2
+    assert [one for one in reader.sent if one != b": waiting\n\n"] == [b"data: 7\n\n"]
 
 
 async def test_a_client_that_leaves_ends_its_stream() -> None:
@@ -151,6 +145,64 @@ async def test_all_streams_end_when_they_are_closed() -> None:
         await streams.wait_over()
     assert [reader.sent[-1] for reader in readers] == [b"closing"] * 2
     assert all(fed.closed for fed in sources)
+
+
+async def test_what_waits_to_be_sent_is_sent_before_the_end() -> None:
+    class Fetching(Ready):
+        """A source whose second event is here, but for its saves."""
+
+        async def __anext__(self) -> int:
+            if len(self.left) == 1:
+                fetches.set()
+                await anyio.sleep_forever()
+            return await super().__anext__()
+
+    fetches = anyio.Event()
+    streams, source, reader = Streams(keep_alive_s=60, stall_s=60), Fetching(2), Reader()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, source), {}, reader.receive, reader.send)
+        await fetches.wait()
+        streams.close()
+    assert reader.sent == [b"data: 0\n\nclosing"]
+    assert reader.over
+
+
+async def test_an_event_waits_until_a_comment_has_left() -> None:
+    streams, fed, reader = Streams(keep_alive_s=0.01, stall_s=60), Fed(), Reader()
+    reader.room = anyio.Event()
+    started = False
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal started
+        if not started:
+            started = True
+            return
+        assert not reader.sending, "two sends at once"
+        reader.sending = True
+        began.set()
+        await reader.send(message)
+        reader.sending = False
+
+    began = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, fed), {}, reader.receive, send)
+        await began.wait()
+        fed.give.send_nowait(7)
+        fed.give.close()
+        await anyio.wait_all_tasks_blocked()
+        reader.room.set()
+    assert b"".join(reader.sent).replace(b": waiting\n\n", b"") == b"data: 7\n\n"
+    assert reader.sent[0] == b": waiting\n\n"
+
+
+async def test_a_silent_reader_that_stalls_is_disconnected() -> None:
+    streams, fed, reader = Streams(keep_alive_s=0.01, stall_s=0.02), Fed(), Reader()
+    async with anyio.create_task_group() as group:
+        group.start_soon(Numbers(streams, fed), {}, reader.receive, reader.send)
+        await reader.until(1)
+        reader.room = anyio.Event()
+    assert fed.closed
+    assert not reader.over
 
 
 async def test_what_a_source_raises_comes_out() -> None:
@@ -215,9 +267,8 @@ async def test_events_that_are_here_leave_with_one_write() -> None:
 
 async def test_a_large_chunk_leaves_by_itself() -> None:
     class Texts(Numbers):
-        async def chunks(self) -> AsyncGenerator[bytes]:
-            async for chunk in super().chunks():
-                yield chunk if b"2" not in chunk else b"x" * 20_000
+        async def rendered(self, event: int) -> bytes:
+            return await super().rendered(event) if event != 2 else b"x" * 20_000
 
     reader = Reader()
     await Texts(Streams(keep_alive_s=60, stall_s=60), Ready(4))({}, reader.receive, reader.send)

@@ -404,3 +404,32 @@ def test_messages_fold_and_the_final_s_are_the_last_word() -> None:
 def test_a_tool_call_out_of_turn_is_refused() -> None:
     with pytest.raises(FoldError, match="0 tool calls got more of number 1"):
         extended(None, MessageDelta(tool_calls=[ToolCallDelta(index=1)]))
+
+
+def test_without_contents_a_fold_knows_how_far_the_trace_is() -> None:
+    saves = {"kept": [1.0]}
+    events: list[Event] = [
+        output(0, Set(path=("kept",), value=[1.0])),
+        output(1, finish_reason="length", stop_reason="x"),
+        Final(1, 2, status="finished", usage=Usage(1, 2), manifest=manifest_of(saves)),
+    ]
+    fold = Fold(contents=False)
+    for event in events[:2]:
+        fold.apply(event)
+    state = fold.choices[0, 0]
+    assert (state.token_ids, state.saves, state.finish_reason, state.stop_reason) == ([], {}, "length", "x")
+    assert (fold.attempt, fold.seq, fold.finished) == (1, 1, False)
+    with pytest.raises(FoldError, match="does not follow"):
+        fold.apply(output(3))
+    fold.apply(events[2])
+    fold.verify()
+    assert (fold.status, fold.usage) == ("finished", Usage(1, 2))
+    assert folded(*events).choices[0, 0].saves == saves
+    # Nor does it take them from a snapshot.
+    whole = Fold(verifying=True)
+    for event in (output(0, Set(path=("kept",), value=[1.0])), output(1, finish_reason="stop")):
+        whole.apply(decode_plain(encode(event)))
+    resumed = Fold(contents=False)
+    resumed.resume(decode_snapshot(encode(whole.snapshot())))
+    held = resumed.choices[0, 0]
+    assert (resumed.seq, held.token_ids, held.saves, held.finish_reason) == (1, [], {}, "stop")
