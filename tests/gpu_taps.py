@@ -76,9 +76,10 @@ def counts_steps(model, tracer, live):
     if not hasattr(DeclaredRequests, "counted"):
         DeclaredRequests.counted, fits = [0], DeclaredRequests.fits_buffers
 
-        def counting(self, *, serving):
+        # Its names are bound here: the block's own are gone when it has ended.
+        def counting(self, *, serving, fits=fits, counted=DeclaredRequests.counted):
             found = fits(self, serving=serving)
-            DeclaredRequests.counted[0] += found and bool(self.hooks)
+            counted[0] += found and bool(self.hooks)
             return found
 
         DeclaredRequests.fits_buffers = counting

@@ -251,7 +251,7 @@ class Trace(EventStream[Item]):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _keep_no_contents(self) -> None:
-        """Leave the tokens, text and saves to whoever iterates: `state` and errors' `result` have none, nor has `result`.
+        """Leave tokens, text and saves to the reader: `state`, `result` and the results of errors have none.
 
         For a reader that passes the items on, as the gateway does. It must be called before the trace is read.
         """

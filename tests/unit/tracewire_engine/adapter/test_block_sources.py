@@ -64,7 +64,7 @@ async def test_a_long_source_is_looked_at_in_another_process(monkeypatch: pytest
         return examine(tree, source, names)
 
     monkeypatch.setattr(sources, "_examine", noted)
-    assert await looked.examine("pass", ("model",)) == (None, None)
+    assert await looked.examine("pass", ("model",)) == (None, None, ())
     assert here == ["pass"]
     long = "x = 1\n" * 5000
     assert (await looked.examine(long + "model.wrong", ("model",))).problem.path == "wrong"  # type: ignore[union-attr]
