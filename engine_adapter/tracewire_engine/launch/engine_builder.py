@@ -37,6 +37,7 @@ from tracewire_engine.adapter.images import modalities
 from tracewire_engine.model_layout import find_layers
 from tracewire_engine.protocol.cluster import Cluster
 from tracewire_engine.protocol.keys import (
+    ADAPTERS,
     BLOB_THRESHOLD,
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
@@ -151,6 +152,8 @@ class WorkerSettings:
     kept_bytes: int = 8 << 30
     #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
     worker_patience_s: float = 30.0
+    #: How many adapters the engine has.
+    adapters: int = 1
 
 
 def build_engine(
@@ -191,6 +194,7 @@ def build_engine(
         KEPT_BYTES: settings.kept_bytes,
         STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
         WORKER_PATIENCE: settings.worker_patience_s,
+        ADAPTERS: settings.adapters,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor
@@ -238,6 +242,10 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
             "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
             "stage's saves"
         )
+    if settings.adapters > 1 and arguments.distributed_executor_backend == "ray":
+        raise UnsupportedSetting("--adapters is not supported with Ray: workers on other hosts have one adapter")
+    if settings.adapters > 1 and arguments.create_model_config().is_multimodal_model:
+        raise UnsupportedSetting("--adapters is not supported for a model that takes images: its cache has one adapter")
     if loras:
         options.update(_adapters(arguments, loras))
     return options
