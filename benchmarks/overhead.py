@@ -185,7 +185,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     async with tracewire.connect(url) as client:
         model = await client.models.get("bench", timeout=60)
         declared = declared_of({**workload, "hidden": model.info.hidden_size})
-        began = time.perf_counter()
+        began, began_at = time.perf_counter(), time.time()
 
         async def one(token_ids: list[int]) -> None:
             async with client.trace(model, token_ids, block, interventions=declared, **sampling(workload)) as trace:
@@ -214,7 +214,20 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     # How much later the last of them had its first step than the first.
     marks["joined"] = max(firsts) - min(firsts)
     marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
-    return {**totals, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
+    spans = {"began_at": began_at, "ended_at": began_at + seconds, "first_step": min(steps), "last_step": max(steps)}
+    return {**totals, **spans, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
+
+
+def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several subscribers, which ran at once, came to together."""
+    if len(answers) == 1:
+        return answers[0]
+    found: dict[str, Any] = {name: sum(one[name] for one in answers) for name in ("tokens", "wire", "raw")}
+    found["seconds"] = max(one["ended_at"] for one in answers) - min(one["began_at"] for one in answers)
+    found["latencies"] = [latency for one in answers for latency in one["latencies"]]
+    spans = max(one["last_step"] for one in answers) - min(one["first_step"] for one in answers)
+    found["marks_ms"] = {"generating": round(1000 * spans, 1)}
+    return found
 
 
 @contextmanager

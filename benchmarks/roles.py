@@ -36,7 +36,9 @@ def cpu_seconds(pid: int | None = None) -> dict[str, float]:
 def prompts(workload: dict[str, Any]) -> list[list[int]]:
     """Token ids of each request's prompt: different for each, the same in every role."""
     count, length = workload["concurrency"], workload["prompt_tokens"]
-    return [[1 + (7 * request + 3 * index) % 200 for index in range(length)] for request in range(count)]
+    first, every = workload.get("share", (0, 1))
+    requests = range(first, count, every)
+    return [[1 + (7 * request + 3 * index) % 200 for index in range(length)] for request in requests]
 
 
 def sampling(workload: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +173,16 @@ def plain(options: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
+def subscriber(options: dict[str, Any]) -> None:
+    """A client that submits its share of the workload's requests, follows them, and verifies what it folded."""
+    from benchmarks.overhead import tracewire_round
+
+    async def run(workload: dict[str, Any]) -> dict[str, Any]:
+        return await tracewire_round(options["url"], workload)
+
+    asyncio.run(serve({}, run))
+
+
 def _serve_nnsight(model: Any) -> None:
     """Answer workloads with nnsight's async backend until the end of the input."""
 
@@ -244,4 +256,5 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # nnsight's, which the plain role takes back.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    {"plain": plain, "nnsight": nnsight, "our_worker": our_worker, "own": own}[sys.argv[1]](json.loads(sys.argv[2]))
+    roles = {"plain": plain, "nnsight": nnsight, "our_worker": our_worker, "own": own, "subscriber": subscriber}
+    roles[sys.argv[1]](json.loads(sys.argv[2]))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
         [--ways block declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
+        [--adapters N] [--subscribers N]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
@@ -10,11 +11,12 @@ For each number of requests and of layers, plain vLLM and each way take turns on
 - *steered*: each layer has a probe with a vector, and a vector is added to it;
 - *none*: requests without interventions, over the bus.
 
-A subscriber in a process of its own receives, folds and verifies everything. `to_plain` is the median over the rounds
-of tokens a second, relative to the plain round before it. `mb_s` is how many megabytes of saved values the subscriber
-got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the subscriber's
-hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a latency that
-grows with the length of the run is above 1.
+A subscriber in a process of its own submits the requests, and receives, folds and verifies everything; with
+`--subscribers N`, each of N does so for its share. `to_plain` is the median over the rounds of tokens a second,
+relative to the plain round before it, to the last verified result. `made_to_plain` is the same from the first step to
+the last one. `mb_s` is how many megabytes of saved values the subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms`
+are from the end of the step that sampled a token to the subscriber's hands; `growth` is the median of the last quarter
+of a round's outputs over that of its second quarter: a latency that grows with the length of the run is above 1.
 
 `raw` is the limit of the same Redis in the same run, in megabytes a second: one process appends entries of so many
 bytes to streams, another reads them, neither does anything else.
@@ -42,7 +44,17 @@ from typing import Any
 import anyio
 import psutil
 
-from benchmarks.overhead import ROOT, Role, left_by_workers, on_cores, speed_of, start_engine, tracewire_round, turn
+from benchmarks.overhead import (
+    ROOT,
+    Role,
+    left_by_workers,
+    merged,
+    on_cores,
+    speed_of,
+    start_engine,
+    tracewire_round,
+    turn,
+)
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from tracewire_bus.bus import Bus
@@ -163,8 +175,26 @@ def growth(latencies: list[float]) -> float:
     return median(latencies[-quarter:]) / max(1e-9, median(latencies[quarter : 2 * quarter]))
 
 
+async def watched(url: str, subscribers: list[Role], workload: dict[str, Any], cores: set[int]) -> dict[str, Any]:
+    """A round over the bus: by these subscribers, or if there are none, in this process."""
+    with on_cores(cores):
+        if not subscribers:
+            return await tracewire_round(url, workload)
+        answers: list[dict[str, Any]] = []
+
+        async def one(place: int) -> None:
+            share = {**workload, "share": (place, len(subscribers))}
+            answers.append(await anyio.to_thread.run_sync(subscribers[place].run, share))
+
+        async with anyio.create_task_group() as group:
+            for place in range(min(len(subscribers), workload["concurrency"])):
+                group.start_soon(one, place)
+        return merged(answers)
+
+
 async def cell(
     plain: Role,
+    subscribers: list[Role],
     url: str,
     engine: int,
     cores: set[int],
@@ -182,8 +212,7 @@ async def cell(
             first = await anyio.to_thread.run_sync(plain.run, {**workload, "saves": "none"})
             for way in ways:
                 await anyio.sleep(options.settle)
-                with on_cores(cores):
-                    answer = await tracewire_round(url, {**workload, "saves": SAVES[way]})
+                answer = await watched(url, subscribers, {**workload, "saves": SAVES[way]}, cores)
                 if answer["tokens"] != wanted:
                     raise RuntimeError(f"{way}: {answer['tokens']} of {wanted} tokens")
                 if bool(answer["raw"]) == (way == "none"):
@@ -199,8 +228,9 @@ async def cell(
     for way in ways if options.profile else ():
         name = f"{way}-{workload['concurrency']}-{len(workload['layers'])}"
         async with turn(options.turns):
-            with on_cores(cores), profiled(options.profile, name, engine):
-                await tracewire_round(url, {**workload, "saves": SAVES[way], "tokens": 3 * workload["tokens"]})
+            with profiled(options.profile, name, engine):
+                longer = {**workload, "saves": SAVES[way], "tokens": 3 * workload["tokens"]}
+                await watched(url, subscribers, longer, cores)
             async with Bus.open(url) as bus:
                 await bus.finished.drop_beyond(1, 0)
     return [figures(way, workload, rounds, base) for way, rounds in found.items()]
@@ -211,6 +241,10 @@ def figures(
 ) -> dict[str, Any]:
     """What one way came to in these rounds, each beside the plain one in `base`."""
     ratios = [speed_of(one) / speed_of(first) for one, first in zip(rounds, base, strict=True)]
+    made = [
+        1000 * one["tokens"] / one["marks_ms"]["generating"] / speed_of(first)
+        for one, first in zip(rounds, base, strict=True)
+    ]
     latencies = quantiles([latency for one in rounds for latency in one["latencies"]])
     return {
         "way": way,
@@ -218,6 +252,7 @@ def figures(
         "layers": len(workload["layers"]),
         "plain": round(median(map(speed_of, base)), 1),
         "to_plain": round(median(ratios), 3),
+        "made_to_plain": round(median(made), 3),
         "mb_s": round(median(one["raw"] / 1e6 / one["seconds"] for one in rounds), 2),
         "growth": round(median(growth(one["latencies"]) for one in rounds), 2),
         **{f"{name}_ms": value for name, value in latencies.items()},
@@ -231,9 +266,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
+    setup["arguments"] = ["--adapters", str(options.adapters)]
     if options.bulk is not None:
         # The engine's budget of files holds a round of 256 requests at all layers.
-        setup["arguments"] = ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
+        setup["arguments"] += ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
     setup["engine"]["kv_cache_memory_bytes"] = (8192 if options.dummy else 512) * 1024 * 1024
     # vLLM's default on a CPU is fewer.
     setup["engine"]["max_num_seqs"] = max(options.requests)
@@ -245,6 +281,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     raw: dict[int, list[float]] = {size: [] for size in ENTRIES}
     engines: list[subprocess.Popen[str]] = []
     roles: list[Role] = []
+    subscribers: list[Role] = []
     async with EmbeddedServer.start() as server:
 
         async def start_ours() -> None:
@@ -261,6 +298,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 else:
                     await start_ours()
                     await start_plain()
+            if options.subscribers > 1:
+                given = {"url": server.url}
+                subscribers += [
+                    Role("subscriber", given, folder, f"subscriber-{number}") for number in range(options.subscribers)
+                ]
             cores = left_by_workers(engines[0].pid)
             for thread in psutil.Process(server.pid).threads():
                 os.sched_setaffinity(thread.id, cores)
@@ -277,13 +319,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                         workload |= {"concurrency": requests, "tokens": options.tokens}
                         # Requests without interventions have no layers.
                         ways = [way for way in options.ways if way != "none" or layers == min(counts)]
-                        cells += await cell(roles[0], server.url, engines[0].pid, cores, workload, ways, options)
+                        cells += await cell(
+                            *(roles[0], subscribers, server.url, engines[0].pid, cores, workload, ways, options)
+                        )
                         for one in cells[-len(ways) :]:
                             print(json.dumps(one), file=sys.stderr, flush=True)
         finally:
             for engine in engines:
                 engine.terminate()
-            for role in roles:
+            for role in [*roles, *subscribers]:
                 role.stop()
             for engine in engines:
                 try:
@@ -294,6 +338,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": options.model.name,
         "tokens": options.tokens,
         "rounds": options.rounds,
+        "adapters": options.adapters,
+        "subscribers": options.subscribers,
         "cells": cells,
         "raw": [{"bytes": size, "mb_s": round(median(found), 1)} for size, found in raw.items()],
     }
@@ -322,6 +368,8 @@ def main() -> None:
     parser.add_argument(
         "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"
     )
+    parser.add_argument("--adapters", type=at_least(1), default=1, help="as of `tracewire engine`")
+    parser.add_argument("--subscribers", type=at_least(1), default=1, help="how many processes submit and follow")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take turns with others that name this file")

@@ -41,6 +41,7 @@ if #back > 0 then call('HSET', queue.state, 'waiting', waiting + #back, 'turn', 
 local more = #held > most
 if only == '' and not more then
   call('SREM', holders, holder)
-  call('HDEL', queue.state, 'suspect:' .. holder, 'suspected:' .. holder, 'taker:' .. holder)
+  local core = queue.core(holder)
+  call('HDEL', queue.state, 'suspect:' .. core, 'suspected:' .. core, 'taker:' .. holder)
 end
 return {back, more and 1 or 0}

@@ -61,11 +61,12 @@ end
 
 local reply, size = {}, 0
 
--- An engine has one suspect at a time.
-local suspect, suspected_at = unpack(call('HMGET', state, 'suspect:' .. engine, 'suspected:' .. engine))
+-- An engine has one suspect at a time, whichever of its adapters takes it.
+local core = queue.core(engine)
+local suspect, suspected_at = unpack(call('HMGET', state, 'suspect:' .. core, 'suspected:' .. core))
 if suspect and
-    (call('HGET', queue.taken, suspect) ~= engine or now - whole(suspected_at, 0) >= tonumber(alone)) then
-  call('HDEL', state, 'suspect:' .. engine, 'suspected:' .. engine)
+    (queue.core(call('HGET', queue.taken, suspect) or '') ~= core or now - whole(suspected_at, 0) >= tonumber(alone)) then
+  call('HDEL', state, 'suspect:' .. core, 'suspected:' .. core)
   suspect = false
 end
 if not suspect then
@@ -75,7 +76,7 @@ if not suspect then
   if entry then
     size = entry.bytes
     queue_reply.claim(trace, entry, engine)
-    call('HSET', state, 'suspect:' .. engine, trace, 'suspected:' .. engine, string.format('%.0f', now))
+    call('HSET', state, 'suspect:' .. core, trace, 'suspected:' .. core, string.format('%.0f', now))
     reply[1] = queue_reply.entry(trace, entry, size <= inline)
   end
 end

@@ -300,7 +300,7 @@ class Intake:
                 self._bus.guard.demand(_check_same, submission.live, opened.live, key=key, entry="live parameters")
                 submission = structs.replace(submission, live=opened.live)
             stops = [one for one in submission.interventions if isinstance(one, StopWhen)]
-            live = LiveTrace(f"r{next(self._services.names)}", submission.live, opened.version, opened.changes, stops)
+            live = LiveTrace(next(self._services.names), submission.live, opened.version, opened.changes, stops)
         attempt = Attempt(
             submission,
             validated.blocks,

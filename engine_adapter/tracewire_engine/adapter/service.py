@@ -29,6 +29,7 @@ from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
+from tracewire_engine.protocol.adapters import name_prefix
 
 from .backpressure import Backpressure
 from .bulk_writer import BulkWriter
@@ -100,7 +101,7 @@ class Adapter:
             writer=self._writer,
             pending=self._pending,
             reports=self._reports,
-            names=itertools.count(),
+            names=map(f"{name_prefix(settings.adapter)}{{}}".format, itertools.count()),
             blobs=bus.blobs,
             inputs=Inputs(bus.blobs, engine.inputs, engine.carrier, settings.limits.variable_bytes),
             vectors=VectorFiles(bus.vectors, engine.inputs, engine.carrier),
@@ -140,6 +141,10 @@ class Adapter:
     def stop(self) -> None:
         """Take no new traces. `run` returns when the running traces have ended, or `drain_s` seconds later."""
         self._lifecycle.stop(self._settings.drain_s)
+
+    def give_up(self) -> None:
+        """Stop now, since the engine is lost. Its traces wait for other engines."""
+        self._lifecycle.give_up()
 
     def drain(self, within_s: float | None = None) -> None:
         """Stop for good, so that the supervisor does not restart the adapter.

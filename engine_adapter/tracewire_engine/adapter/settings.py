@@ -24,6 +24,8 @@ _ANY = CodePolicy()
 class Settings:
     """How an adapter behaves. Times in seconds."""
 
+    #: The adapter's number among those of its engine.
+    adapter: int = 0
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     #: How long traces may go on after the adapter was told to stop.

@@ -86,8 +86,8 @@ class RunServices:
     writer: Writer
     pending: dict[str, PendingRecords]
     reports: ReportRouter
-    #: Numbers for the names of requests, unique to the engine.
-    names: Iterator[int]
+    #: Names of requests and runs, unique to the engine.
+    names: Iterator[str]
     blobs: Blobs
     inputs: Inputs
     vectors: VectorFiles
@@ -339,7 +339,7 @@ class TraceRun:
         run = self.live.run if self.live is not None else ""
         if self.live is not None:
             self._reports.live[run] = self.live
-        names = [f"t{next(self._names)}" for _ in self._submission.invokes]
+        names = [next(self._names) for _ in self._submission.invokes]
         shared = self._begin_shared(names)
         prepared = []
         for index, block in enumerate(self._attempt.blocks):
@@ -387,7 +387,7 @@ class TraceRun:
         }
         if self._submission.shared == _NO_VALUES or not members:
             return None
-        self._shared = SharedSaves(f"t{next(self._names)}", self.trace, self._pending, self._reports)
+        self._shared = SharedSaves(next(self._names), self.trace, self._pending, self._reports)
         return self._shared.sent(members, self._submission.shared)
 
     async def _pump(self, request: RunningRequest) -> None:

@@ -182,8 +182,11 @@ class VllmEngine:
         patience_s: float = REPORT_S,
         chats: ChatOptions | None = None,
         prompt_tokens: int = 0,
+        adapter: int = 0,
     ) -> None:
         self._patience_s = patience_s
+        #: The adapter's number among those of the engine.
+        self._adapter = adapter
         self.model = model
         self.llm: Any = model.vllm_entrypoint
         self._link = link
@@ -425,7 +428,7 @@ class VllmEngine:
         await self._pause_all(False)
 
     async def _pause_all(self, on: bool) -> None:
-        await self._call_core("tracewire_hold", on)
+        await self._call_core("tracewire_hold", on, self._adapter)
 
     async def answers(self) -> None:
         try:

@@ -81,8 +81,8 @@ class _Pausing:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tracewire_paused: set[Any] = set()
-        #: Whether all requests are paused, later ones included.
-        self.tracewire_held = False
+        #: The adapters that have all requests paused, later ones included.
+        self.tracewire_held: frozenset[int] = frozenset()
         #: Running requests that are hidden from vLLM at the moment. If KV blocks run out, they are preempted, the last
         #: first.
         self.tracewire_aside: list[Any] = []
@@ -143,9 +143,12 @@ class _Pausing:
         self.tracewire_paused -= found
         return len(found)
 
-    def hold(self, on: bool) -> None:
-        """With `on`, leave all requests out of every step; else only those that are paused singly."""
-        self.tracewire_held = on
+    def hold(self, on: bool, adapter: int = 0) -> None:
+        """With `on`, an adapter has all requests left out of every step, until it calls without.
+
+        Requests that are paused singly are left out in any case.
+        """
+        self.tracewire_held = self.tracewire_held | {adapter} if on else self.tracewire_held - {adapter}
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Let vLLM plan the next step without paused requests, and add the messages for the workers to it."""
@@ -487,8 +490,8 @@ def _resume(core: Any, request_ids: list[str]) -> int:
     return count
 
 
-def _hold(core: Any, on: bool) -> None:
-    core.scheduler.hold(on)
+def _hold(core: Any, on: bool, adapter: int) -> None:
+    core.scheduler.hold(on, adapter)
 
 
 def _end(core: Any, request_ids: list[str]) -> dict[str, int]:

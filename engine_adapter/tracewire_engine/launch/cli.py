@@ -22,7 +22,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +59,9 @@ if TYPE_CHECKING:
     from tracewire_engine.adapter.trace_spans import TraceSpans
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
-__all__ = ["LOOP", "demo_model", "main", "settle_memory"]
+    from .adapter_group import AdapterGroup
+
+__all__ = ["LOOP", "adapter_settings", "demo_model", "main", "open_bus", "settle_memory", "spans_of"]
 
 logger = logging.getLogger("tracewire")
 
@@ -305,6 +306,7 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     from tracewire_engine.link.liveness import HeartbeatReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
+    from .adapter_group import AdapterGroup, besides, front_ends, share
     from .cpu_affinity import keep_off_workers
     from .engine_builder import WorkerSettings, build_engine, describe
 
@@ -316,22 +318,24 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
         # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
-        model = build_engine(
-            vllm_arguments,
-            pulse.address,
-            options.tap,
-            WorkerSettings(
-                check_collect=options.check_collect,
-                block_timeout_s=options.block_timeout,
-                blob_threshold=options.blob_threshold,
-                kept_bytes=options.kept_kv_bytes,
-                worker_patience_s=options.worker_patience,
-                permit_key=options.permit_key,
-                code_imports=sorted(limited_imports(options)),
-            ),
-            loras=dict(options.lora),
-            cluster=cluster,
-        )
+        with front_ends(link.address, options.adapters):
+            model = build_engine(
+                vllm_arguments,
+                pulse.address,
+                options.tap,
+                WorkerSettings(
+                    check_collect=options.check_collect,
+                    block_timeout_s=options.block_timeout,
+                    blob_threshold=options.blob_threshold,
+                    kept_bytes=options.kept_kv_bytes,
+                    worker_patience_s=options.worker_patience,
+                    permit_key=options.permit_key,
+                    code_imports=sorted(limited_imports(options)),
+                    adapters=options.adapters,
+                ),
+                loras=dict(options.lora),
+                cluster=cluster,
+            )
         options.loaded()
         pulse.on_loss(partial(_give_up, model))
         try:
@@ -340,8 +344,14 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
             # vLLM reads its environment variables with every output; the cache makes that cheap.
             enable_envs_cache()
             info = describe(model, options.name, options.capacity, options.queue_limit)
+            group = AdapterGroup()
+            group.start(besides(model, link.address, info, options))
             settle_memory()
-            return anyio.run(partial(_run, model, link, blobs, info, options), backend_options=LOOP)
+            info = share(info, 0, options.adapters)
+            try:
+                return anyio.run(partial(_run, model, link, blobs, info, options, group), backend_options=LOOP)
+            finally:
+                group.end()
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
@@ -377,14 +387,16 @@ def _give_up(model: ServedModel, why: str) -> None:
         process.kill()
 
 
-async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: argparse.Namespace) -> int:
+async def _run(
+    model: Any, link: Any, blobs: Any, info: EngineInfo, options: argparse.Namespace, others: AdapterGroup
+) -> int:
     from tracewire_bus.bus import Bus
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.vllm_engine import VllmEngine
 
     try:
         most = parse_limits(options.limit).prompt_tokens
-        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats, most)
+        engine = VllmEngine(model, link, blobs, options.engine_patience, options.chats, most, 0)
     except TypeError as error:
         return _refuse(error)
     fault = await _untapped(engine)
@@ -399,14 +411,14 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
     async with AsyncExitStack() as held:
         bus = Bus.open(options.url, prefix=options.prefix, retention_s=options.retention)
         try:
-            while not await _open(bus, held):
+            while not await open_bus(bus, held):
                 if engine.lost:
                     return 1
         except BusError as error:
             return _refuse(error)
         if stranger := await _stranger(bus, info):
             return _refuse(stranger)
-        settings = replace(_settings(options), spans=_spans(options, info, held), code=code_policy(options))
+        settings = adapter_settings(options, 0, options.adapters, spans_of(options, info, held))
         engine.permit = settings.code.permit
         _say(settings.code)
         adapter = Adapter(engine, info, bus, settings)
@@ -418,8 +430,10 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
                 group.start_soon(api.run)
                 group.start_soon(_stop_with, api, adapter)
                 logger.info("serving vLLM's OpenAI-compatible API at %s", api.url)
-            group.start_soon(_print_when, adapter.serving, f"ready {info.engine}")
+            group.start_soon(_print_ready, adapter, others, f"ready {info.engine}")
+            group.start_soon(others.run, adapter)
             await adapter.run()
+            await others.wait_ended(options.drain)
             if api is not None:
                 await api.drop()
             if not adapter.lost:
@@ -430,25 +444,29 @@ async def _run(model: Any, link: Any, blobs: Any, info: EngineInfo, options: arg
     return 1 if adapter.lost else 0
 
 
-def _spans(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
+def spans_of(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
     """Makes the traces' OpenTelemetry spans, and exports them until `held` is closed; `None` without `--tracing`."""
     if not options.tracing:
         return None
-    from tracewire_bus.span_export import SCOPE, exporting
+    from tracewire_bus.span_export import SCOPE, exporting, otlp_exporter
     from tracewire_engine.adapter.trace_spans import TraceSpans
 
-    provider = held.enter_context(exporting(options.exporter, "tracewire-engine", info.engine, info.versions.tracewire))
+    exporter = getattr(options, "exporter", None) or otlp_exporter()
+    provider = held.enter_context(exporting(exporter, "tracewire-engine", info.engine, info.versions.tracewire))
     return TraceSpans(provider.get_tracer(SCOPE, info.versions.tracewire))
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def adapter_settings(options: argparse.Namespace, number: int, count: int, spans: TraceSpans | None) -> Settings:
+    """The settings of one of the `count` adapters of an engine."""
     from tracewire_engine.adapter.settings import Settings
 
     return Settings(
+        adapter=number,
+        spans=spans,
         drain_s=options.drain,
         blob_threshold=options.blob_threshold,
-        bulk=_bulk(options),
-        buffer_bytes=options.buffer_bytes,
+        bulk=_bulk(options, number, count),
+        buffer_bytes=max(1, options.buffer_bytes // count),
         memory_patience_s=options.memory_patience,
         retain_events=options.retain_events,
         retain_bytes=options.retain_bytes,
@@ -456,6 +474,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         retain_total_bytes=options.retain_total_bytes,
         engine_patience_s=options.engine_patience,
         limits=parse_limits(options.limit),
+        code=code_policy(options),
     )
 
 
@@ -465,13 +484,16 @@ def _say(code: CodePolicy) -> None:
     logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
 
 
-def _bulk(options: argparse.Namespace) -> BulkSettings | None:
-    """The settings of bulk stores by the options; `None` without such stores."""
+def _bulk(options: argparse.Namespace, number: int = 0, count: int = 1) -> BulkSettings | None:
+    """The settings of the bulk stores of an adapter by the options; `None` without such stores."""
     if options.bulk is None:
         return None
     from tracewire_engine.adapter.bulk_writer import BulkSettings
 
-    most, listen, advertise = options.bulk_bytes, options.bulk_listen or "", options.bulk_advertise
+    most, listen, advertise = options.bulk_bytes // count, options.bulk_listen or "", options.bulk_advertise
+    if listen:
+        host, _, port = listen.rpartition(":")
+        listen = f"{host}:{int(port) + number if int(port) else 0}"
     return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise, options.bulk_archive)
 
 
@@ -500,13 +522,20 @@ async def _stop_on_signals(adapter: Adapter) -> None:
             adapter.stop()
 
 
+async def _print_ready(adapter: Adapter, others: AdapterGroup, line: str) -> None:
+    """Print the line when all adapters of the engine serve."""
+    await adapter.serving.wait()
+    await others.wait_serving()
+    print(line, flush=True)
+
+
 async def _print_when(event: anyio.Event, line: str) -> None:
     """When an event is set, print a line, which the operator and the supervisor read."""
     await event.wait()
     print(line, flush=True)
 
 
-async def _open(bus: Bus, held: AsyncExitStack) -> bool:
+async def open_bus(bus: Bus, held: AsyncExitStack) -> bool:
     """Open the bus, and close it with `held`. If Redis does not answer, wait a moment.
 
     Returns:

@@ -38,6 +38,7 @@ from tracewire_engine.adapter.images import modalities
 from tracewire_engine.model_layout import find_layers
 from tracewire_engine.protocol.cluster import Cluster
 from tracewire_engine.protocol.keys import (
+    ADAPTERS,
     BLOB_THRESHOLD,
     BLOCK_TIMEOUT,
     CHECK_COLLECT,
@@ -158,6 +159,8 @@ class WorkerSettings:
     permit_key: bytes = b""
     #: What blocks may import where the adapter limits that.
     code_imports: Sequence[str] = ()
+    #: How many adapters the engine has.
+    adapters: int = 1
 
 
 def build_engine(
@@ -200,6 +203,7 @@ def build_engine(
         WORKER_PATIENCE: settings.worker_patience_s,
         PERMIT_KEY: settings.permit_key.hex(),
         CODE_IMPORTS: list(settings.code_imports),
+        ADAPTERS: settings.adapters,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor
@@ -247,6 +251,10 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
             "--check-collect is not supported with --pipeline-parallel-size: nnsight's collect reports the first "
             "stage's saves"
         )
+    if settings.adapters > 1 and arguments.distributed_executor_backend == "ray":
+        raise UnsupportedSetting("--adapters is not supported with Ray: workers on other hosts have one adapter")
+    if settings.adapters > 1 and arguments.create_model_config().is_multimodal_model:
+        raise UnsupportedSetting("--adapters is not supported for a model that takes images: its cache has one adapter")
     if loras:
         options.update(_adapters(arguments, loras))
     return options

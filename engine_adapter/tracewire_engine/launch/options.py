@@ -102,6 +102,13 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
     group.add_argument("--prefix", default="tw", help="prefix of all keys on Redis")
     group.add_argument("--capacity", type=int, default=256, help="how many traces this engine runs at once")
     group.add_argument(
+        "--adapters",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="how many processes handle the outputs of this engine's traces; each takes a core at high rates",
+    )
+    group.add_argument(
         "--queue-limit",
         type=whole(0),
         default=4096,

@@ -1,10 +1,11 @@
-"""Shared memory between the reporting worker and its adapter: a ring buffer for the reads of declared interventions.
+"""Shared memory between the reporting worker and its adapters: a ring buffer for the reads of declared interventions.
 
 The bytes of a large step go into the buffer, and the link's message gives their place. A GPU copies them there itself.
 That saves the model's thread two copies a step, and the adapter three. The worker makes the buffer, an anonymous file
-in memory, sends the adapter its path, and uses it after the adapter has opened it. The steps lie in the buffer one
-after the other, and the adapter releases them in that order. If the adapter is behind and the buffer is full, the bytes
-go into the message.
+in memory, sends the adapters its path, and uses it after all of them have opened it. The steps lie in the buffer one
+after the other. Each adapter releases the steps that it reads in that order. The worker reuses the room of a step when
+all adapters that read it have released it. If an adapter is behind and the buffer is full, the bytes go into the
+message.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import logging
 import mmap
 import os
 import re
+from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -31,8 +34,8 @@ logger = logging.getLogger("vllm.tracewire")
 RING_BYTES: Final = 64 << 20
 #: A step with fewer bytes goes in the message.
 LEAST_BYTES: Final = 8 << 10
-#: Size of the header, in bytes: two 64-bit numbers, whether the adapter has the buffer open, and how far it has taken
-#: it.
+#: Size of the header, in bytes: two 64-bit numbers for each adapter, whether it has the buffer open, and how far it has
+#: taken it.
 _HEADER: Final = 4096
 _OPENED, _TAKEN = 0, 1
 #: Each step begins at a multiple of this many bytes.
@@ -45,8 +48,8 @@ _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 class RingBuffer:
     """The worker's end of the buffer. Only one thread may use it."""
 
-    def __init__(self, size: int = RING_BYTES) -> None:
-        """Make a buffer of `size` bytes.
+    def __init__(self, size: int = RING_BYTES, readers: int = 1) -> None:
+        """Make a buffer of `size` bytes for `readers` adapters.
 
         Raises:
             OSError: the system has no shared memory, or too little.
@@ -64,7 +67,13 @@ class RingBuffer:
             raise
         #: The path by which the adapter opens the buffer.
         self.name = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._counts = memoryview(self._map)[:16].cast("Q")
+        self._counts = memoryview(self._map)[: 16 * readers].cast("Q")
+        self._all = range(readers)
+        #: The steps whose room is not free yet, the earliest first: where each ends, and which adapters read it.
+        self._held: deque[tuple[int, Collection[int]]] = deque()
+        self._open = False
+        #: Up to where the room of steps is free.
+        self._free = 0
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER)
         self._size = size
         self._put = 0
@@ -72,24 +81,25 @@ class RingBuffer:
         self._pinned: bool | None = None
         self._events: list[Any] = []
 
-    def put(self, tensor: torch.Tensor) -> RingCopy | None:
-        """Begin to copy a tensor of bytes.
+    def put(self, tensor: torch.Tensor, readers: Collection[int] = (0,)) -> RingCopy | None:
+        """Begin to copy a tensor of bytes, which the adapters `readers` read.
 
         Returns `None` if it is small, or if the buffer is not open or has no room.
         """
         size = tensor.nbytes
-        if size < LEAST_BYTES or not self._counts[_OPENED]:
+        if size < LEAST_BYTES or not self._opened():
             return None
         if tensor.is_cuda and not self._pin():
             return None
         start = self._put % self._size
         skipped = self._size - start if start + size > self._size else 0
         end = self._put + skipped + -(-size // _ALIGNMENT) * _ALIGNMENT
-        taken = self._counts[_TAKEN]
-        # If the adapter has taken everything, the skipped end is free, too.
+        taken = self._taken()
+        # If the adapters have taken everything, the skipped end is free, too.
         if end - (taken + skipped if taken == self._put else taken) > self._size:
             return None
         self._put = end
+        self._held.append((end, readers))
         start = 0 if skipped else start
         room, event = self._bytes[start : start + size], None
         room.copy_(tensor, non_blocking=True)
@@ -99,6 +109,18 @@ class RingBuffer:
             event = self._events.pop() if self._events else torch.cuda.Event()
             event.record()
         return RingCopy(Place(start, size, end), event, self._events)
+
+    def _opened(self) -> bool:
+        """Whether all adapters have the buffer open."""
+        self._open = self._open or all(self._counts[2 * reader + _OPENED] for reader in self._all)
+        return self._open
+
+    def _taken(self) -> int:
+        """Up to where all adapters have taken the steps that they read."""
+        held, counts = self._held, self._counts
+        while held and all(counts[2 * reader + _TAKEN] >= held[0][0] for reader in held[0][1]):
+            self._free = held.popleft()[0]
+        return self._free
 
     def _pin(self) -> bool:
         if self._pinned is None:
@@ -146,10 +168,10 @@ class RingCopy:
 
 
 class RingReader:
-    """The adapter's end of the buffer."""
+    """An adapter's end of the buffer."""
 
-    def __init__(self, name: str) -> None:
-        """Open the buffer that a worker has made, by its path `name`.
+    def __init__(self, name: str, reader: int = 0) -> None:
+        """Open the buffer that a worker has made, by its path `name`, as the adapter number `reader`.
 
         Raises:
             OSError: the file cannot be opened.
@@ -165,7 +187,7 @@ class RingReader:
         finally:
             os.close(descriptor)
         self._bytes = memoryview(self._map).toreadonly()
-        self._counts = memoryview(self._map)[:16].cast("Q")
+        self._counts = memoryview(self._map)[16 * reader : 16 * reader + 16].cast("Q")
         self._counts[_OPENED] = 1
 
     def view(self, place: Place) -> memoryview:

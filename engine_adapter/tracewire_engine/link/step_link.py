@@ -28,6 +28,8 @@ from .shared_ring import LEAST_BYTES, RingBuffer, RingCopy, RingReader
 
 if TYPE_CHECKING:
     import torch
+from tracewire_engine.protocol.adapters import address_of
+from tracewire_engine.protocol.keys import inputs_folder
 from tracewire_engine.protocol.messages import Changes, FinishRecord, Place, Report, StepRecord
 
 __all__ = ["LinkReceiver", "LinkSender", "encode_changes", "encode_reports"]
@@ -74,7 +76,8 @@ def _encodable_finish(record: FinishRecord) -> FinishRecord:
 class LinkSender:
     """The worker's end. Sending never blocks the model: the socket queues messages without a limit."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, readers: int = 1) -> None:
+        """Connect to the adapter at `address`. `readers` adapters read from the ring buffer."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -83,6 +86,9 @@ class LinkSender:
         #: Memory that an adapter on this machine shares with this process; made before the first large batch.
         self._ring: RingBuffer | None = None
         self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
+        self._all_readers = readers
+        #: The adapters that read the next tensor.
+        self.readers: Sequence[int] = (0,)
 
     def put(self, tensor: torch.Tensor, report: Report) -> RingCopy | None:
         """Begin to copy a tensor of bytes to the ring buffer. Returns `None` if the bytes must go in the message.
@@ -92,11 +98,11 @@ class LinkSender:
         if self._may_share and tensor.nbytes >= LEAST_BYTES:
             self._may_share = False
             try:
-                self._ring = RingBuffer()
+                self._ring = RingBuffer(readers=self._all_readers)
                 report.ring = self._ring.name
             except OSError as error:
                 logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)
-        return None if self._ring is None else self._ring.put(tensor)
+        return None if self._ring is None else self._ring.put(tensor, self.readers)
 
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message.
@@ -129,12 +135,21 @@ class LinkReceiver(Receiver):
 
     The constructor makes the folder, because the engine needs the address before it starts. `close` removes it. With
     `host`, an address of this machine, workers on other machines can connect; `address` then contains their keys.
+
+    Where an engine has several adapters, the first one's constructor is called like this, and the others' with the
+    first one's address as `beside`, and the adapter's number as `adapter`.
     """
 
-    def __init__(self, host: str | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
-        os.chmod(self._folder.name, 0o700)
-        self.folder = Path(self._folder.name)
+    def __init__(self, host: str | None = None, *, beside: str = "", adapter: int = 0) -> None:
+        self._adapter = adapter
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if beside:
+            self.folder = inputs_folder(address_of(beside, adapter))
+            self.folder.mkdir(mode=0o700)
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
+            os.chmod(self._folder.name, 0o700)
+            self.folder = Path(self._folder.name)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -158,7 +173,8 @@ class LinkReceiver(Receiver):
             unprotect, self._unprotect = self._unprotect, None
             unprotect()
         self._context.destroy(linger=0)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
@@ -202,7 +218,7 @@ class LinkReceiver(Receiver):
         """
         if report.ring:
             try:
-                self._ring = RingReader(report.ring)
+                self._ring = RingReader(report.ring, self._adapter)
             except (OSError, ValueError) as error:
                 # The worker uses the buffer only if the adapter has opened it.
                 logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 __all__ = [
+    "ADAPTERS",
     "BLOB_THRESHOLD",
     "BLOCK_ARG",
     "BLOCK_TIMEOUT",
@@ -50,6 +51,9 @@ END_ARG = "tracewire_end"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"
+
+#: Key of `additional_config`: how many adapters the engine has.
+ADAPTERS = "tracewire_adapters"
 
 #: Key of `additional_config`: whether to take the digests of a final's manifest from nnsight's own collect.
 CHECK_COLLECT = "tracewire_check_collect"

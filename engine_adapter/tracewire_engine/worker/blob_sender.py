@@ -23,6 +23,7 @@ from tracewire_bus.wire.messages import Delta, Failure, Manifest
 from tracewire_engine.link.addresses import connect
 from tracewire_engine.link.blob_receiver import QUEUED_CHUNKS, BlobChunk
 from tracewire_engine.link.step_link import encode_reports
+from tracewire_engine.protocol.adapters import adapter_of, address_of
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 if TYPE_CHECKING:
@@ -41,16 +42,24 @@ Checked = Callable[[list[Manifest]], None]
 _encoder = msgspec.msgpack.Encoder()
 
 
+def _connected(address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
+    socket.setsockopt(zmq.LINGER, 0)
+    connect(socket, address, "blobs")
+    return socket
+
+
 class BlobSender:
     """Sends large arrays and the reports that refer to them. The model's thread calls `step` and `finish`.
 
     Both return at once.
     """
 
-    def __init__(self, link_address: str) -> None:
+    def __init__(self, link_address: str, adapters: int = 1) -> None:
         from tracewire_engine.worker.large_arrays import encode
 
-        self._address = link_address
+        self._addresses = [address_of(link_address, adapter) for adapter in range(adapters)]
         self._encode = encode
         self._new: queue.SimpleQueue[tuple[_Lane, Iterator[None]]] = queue.SimpleQueue()
         self._failed: dict[_Lane, Failure] = {}
@@ -82,11 +91,8 @@ class BlobSender:
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._sockets = [_connected(address) for address in self._addresses]
         self._buffer = bytearray()
-        connect(self._socket, self._address, "blobs")
         lanes: dict[_Lane, deque[Iterator[None]]] = {}
         while True:
             while not lanes or not self._new.empty():
@@ -110,7 +116,7 @@ class BlobSender:
             record.deltas = msgspec.Raw(self._encode(deltas))
         except Exception as error:
             self._fail(lane, error)
-        self._send(Report(time=ended_at, steps=[record]))
+        self._send(lane, Report(time=ended_at, steps=[record]))
 
     def _finish(
         self,
@@ -126,12 +132,17 @@ class BlobSender:
         except Exception as error:
             self._fail(lane, error)
         record.error = record.error or self._failed.pop(lane, None)
-        self._send(Report(time=ended_at, finishes=[record]))
+        self._send(lane, Report(time=ended_at, finishes=[record]))
 
-    def _send(self, report: Report) -> None:
+    def _send(self, lane: _Lane, report: Report) -> None:
         # The same encoding as the step link's, of a single report.
         encode_reports([report], self._buffer)
-        self._socket.send(self._buffer)
+        self._socket(lane).send(self._buffer)
+
+    def _socket(self, lane: _Lane) -> zmq.Socket[bytes]:
+        """The socket to the adapter of a lane's request."""
+        adapter = adapter_of(lane[0])
+        return self._sockets[adapter if adapter < len(self._sockets) else 0]
 
     def _end(self, lane: _Lane, record: FinishRecord, ending: Ending, checked: Checked | None) -> Iterator[None]:
         yield from self._ship(lane, ending.taken)
@@ -155,7 +166,7 @@ class BlobSender:
                 for number, chunk in enumerate(array.chunks()):
                     head = _encoder.encode(BlobChunk(lane[0], array.blob, number))
                     # ZeroMQ does not copy the chunk: its frame refers to the array's memory until it is sent.
-                    self._socket.send_multipart([head, chunk], copy=False)
+                    self._socket(lane).send_multipart([head, chunk], copy=False)
                     yield
                 array.release()
         finally:

@@ -7,12 +7,14 @@ memory, which ends with the worker's process and which it maps as it would map t
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tracewire_engine.link.addresses import is_remote
+from tracewire_engine.protocol.adapters import address_of
 from tracewire_engine.protocol.keys import inputs_folder
 
-__all__ = ["RemoteInputs", "inputs_at"]
+__all__ = ["RemoteInputs", "SharedInputs", "inputs_at"]
 
 
 class RemoteInputs:
@@ -49,6 +51,21 @@ class RemoteInputs:
             os.close(descriptor)
 
 
-def inputs_at(link_address: str) -> Path | RemoteInputs:
-    """Where a worker finds large variables: in the adapter's folder on the same machine, or else sent to it."""
-    return RemoteInputs() if is_remote(link_address) else inputs_folder(link_address)
+class SharedInputs:
+    """The folders of several adapters on the same machine, which hold the same file under the same name."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+
+    def __truediv__(self, name: str) -> Path:
+        """The path of a file of this name in one of the folders."""
+        paths = [folder / name for folder in self._folders]
+        return next((path for path in paths if path.exists()), paths[0])
+
+
+def inputs_at(link_address: str, adapters: int = 1) -> Path | RemoteInputs | SharedInputs:
+    """Where a worker finds large variables: in the adapters' folders on the same machine, or else sent to it."""
+    if is_remote(link_address):
+        return RemoteInputs()
+    folders = [inputs_folder(address_of(link_address, adapter)) for adapter in range(adapters)]
+    return folders[0] if adapters == 1 else SharedInputs(folders)

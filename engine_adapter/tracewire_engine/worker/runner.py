@@ -30,9 +30,10 @@ from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRu
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.step_link import LinkSender
+from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.model_layout import find_layers, find_norm, takes_residual
 from tracewire_engine.protocol.keys import (
+    ADAPTERS,
     BLOB_THRESHOLD,
     BLOCK_ARG,
     BLOCK_TIMEOUT,
@@ -82,7 +83,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         super().load_model(*args, **kwargs)
         config = self.vllm_config.additional_config
         address: str = config.get(LINK_ADDRESS) or ""
-        self.tracewire_inputs = inputs_at(address)
+        self.tracewire_inputs = inputs_at(address, config.get(ADAPTERS, 1))
         pipeline: Pipeline | None = getattr(self, "tracewire_pipeline", None)
         self.tracewire_pipeline = pipeline
         save_marks.install()
@@ -149,7 +150,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         # Every rank runs every block and gathers the values that the block reads, so one rank's values are enough. Of
         # a pipeline's stages, the last has them in the step that they belong to.
         reports = bool(address) and get_tp_group().rank_in_group == 0 and get_pp_group().is_last_rank
-        link, blobs = (LinkSender(address), BlobSender(address)) if reports else (None, None)
+        adapters: int = self.vllm_config.additional_config.get(ADAPTERS, 1)
+        link, blobs = (link_to(address, adapters), BlobSender(address, adapters)) if reports else (None, None)
         requests = self.nnsight_requests
         reporter = self.tracewire_reporter = StepReporter(link, blobs, requests, self._lens)
         collect = self._collected if check_collect else None

@@ -123,6 +123,18 @@ async def test_a_suspect_that_takes_its_time_does_not_keep_the_others_waiting_fo
     assert not [name for name in left if name.startswith(b"suspect")]
 
 
+async def test_the_adapters_of_one_engine_have_one_suspect_together(bus: Bus) -> None:
+    await suspects(bus, "a", "b")
+    assert [one.trace for one in await bus.queue.take("tiny", "e.1", 10, 1)] == ["a"]
+    for adapter in ("e", "e.1", "e.2"):
+        assert await bus.queue.take("tiny", adapter, 10, 1) == []
+    # Another engine, whose name only begins alike.
+    assert [one.trace for one in await bus.queue.take("tiny", "e.x", 10, 1)] == ["b"]
+    await bus.queue.done("tiny", "a", "e.1")
+    assert await bus.queue.put_back("tiny", "e.x", "it left", lost=False) == 1
+    assert [one.trace for one in await bus.queue.take("tiny", "e.2", 10, 1)] == ["b"]
+
+
 async def test_a_paused_suspect_and_its_engines_other_suspects(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

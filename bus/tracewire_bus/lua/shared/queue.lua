@@ -26,6 +26,9 @@ function queue.write(trace, entry)
   }))
 end
 
+-- The engine that a name stands for: the adapters of one engine are ENGINE, ENGINE.1, ENGINE.2 and so on.
+function queue.core(name) return string.match(name, '^(.+)%.%d+$') or name end
+
 function queue.client_key(client) return client_prefix .. client end
 function queue.lease_key(lease) return lease_prefix .. lease end
 

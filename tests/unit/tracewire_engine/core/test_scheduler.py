@@ -88,7 +88,11 @@ def test_a_held_engine_idles_and_goes_on_where_it_was(config: Any, depth: int) -
     core.scheduler.finish_requests(["r1"], RequestStatus.FINISHED_ABORTED)
     core.settle()
     assert core.steps[-1] == set()
+    core.scheduler.hold(True, 1)
     core.scheduler.hold(False)
+    # Another adapter of the engine still has all requests paused.
+    assert core.scheduler.tracewire_held
+    core.scheduler.hold(False, 1)
     core.settle()
     # Who was paused by name is so still.
     assert core.scheduler.get_request_counts()[0] + core.scheduler.get_request_counts()[1] == 1

@@ -43,8 +43,8 @@ async def test_over_the_link_bytes_come_in_order_whichever_way_they_take(monkeyp
 
 
 async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(name: str) -> None:
-        raise PermissionError(name)
+    def refused(name: str, reader: int) -> None:
+        raise PermissionError(name, reader)
 
     monkeypatch.setattr("tracewire_engine.link.step_link.RingReader", refused)
     with LinkReceiver() as receiver:
