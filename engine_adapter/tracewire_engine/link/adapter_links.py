@@ -46,9 +46,9 @@ class AdapterLinks(LinkSender):
                 shares[adapter].append(share)
         if shares[0]:
             super().send(*shares[0])
-        for link, share in zip(self._others, shares[1:], strict=True):
-            if share:
-                link.send(*share)
+        for link, own in zip(self._others, shares[1:], strict=True):
+            if own:
+                link.send(*own)
 
     def _shares(self, report: Report) -> dict[int, Report]:
         """What each adapter gets of a report, by its number. Adapters that get nothing are left out."""

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.protocol.input_files import input_path
-
-from .remote_inputs import RemoteInputs
+from tracewire_engine.protocol.input_files import InputFolder, input_path
 
 __all__ = ["to_tensors"]
 
@@ -32,14 +30,14 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
 
 
-def _mapped(ref: ArrayRef, device: torch.device, folder: Path | RemoteInputs) -> torch.Tensor:
+def _mapped(ref: ArrayRef, device: torch.device, folder: InputFolder) -> torch.Tensor:
     """A tensor over the file of a large array, mapped copy-on-write: pages are read, and copied, as they are needed."""
     dtype = _torch_dtype(ref.dtype)
     flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 
-def to_tensors(value: Any, device: torch.device, folder: Path | RemoteInputs = Path()) -> Any:
+def to_tensors(value: Any, device: torch.device, folder: InputFolder = Path()) -> Any:
     """`value` with every array in it as a tensor on `device`, and every dtype as torch's.
 
     Containers are copied, so that a block may change them.

@@ -24,8 +24,8 @@ import torch
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import unpack
+from tracewire_engine.protocol.input_files import InputFolder
 from tracewire_engine.protocol.permits import Permits
-from tracewire_engine.worker.remote_inputs import RemoteInputs
 from tracewire_engine.worker.tensors import to_tensors
 
 from . import block_names
@@ -51,7 +51,7 @@ class BlockCache:
         self,
         model: Any,
         device: torch.device,
-        folder: Path | RemoteInputs = Path(),
+        folder: InputFolder = Path(),
         size: int = 256,
         kind: type[BlockMediator] = BlockMediator,
         permits: Permits | None = None,
