@@ -33,6 +33,7 @@ from typing import Any
 import anyio
 import msgspec
 import numpy as np
+import psutil
 
 import tracewire
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info
@@ -64,6 +65,8 @@ MODEL = "tiny"
 #: How many entries are written at once.
 _TOGETHER = 128
 _packed = msgspec.msgpack.encode
+#: A callback of the adapter's loop that takes more processor time than this, in seconds, is a stall.
+STALL_S = 0.1
 
 # --- the adapter's process --------------------------------------------------------------------------------------------
 
@@ -84,6 +87,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.callback_cpu = self.held = self.late = 0.0
+        #: How many callbacks took more than `STALL_S`.
+        self.stalls = 0
         self.longest: list[str] = []
         self.measuring = False
         self._began = 0.0
@@ -101,6 +106,7 @@ class Loop:
             run(handle)
             took = time.thread_time() - began
             self._began = 0.0
+            self.stalls += took > STALL_S and self.measuring
             if took > self.callback_cpu and self.measuring:
                 self.callback_cpu, self.longest = took, self._stack
 
@@ -159,6 +165,7 @@ async def _serve(options: argparse.Namespace) -> None:
         group.cancel_scope.cancel()
     told = {
         "callback_cpu_ms": round(loop.callback_cpu * 1000, 1),
+        "stalls": loop.stalls,
         "held_ms": round(loop.held * 1000, 1),
         "late_ms": round(loop.late * 1000, 1),
         "garbage_ms": round(loop.collecting * 1000, 1),
@@ -628,6 +635,10 @@ async def _line(process: Any) -> str:
     return text.decode().splitlines()[-1]
 
 
+def _rss_mib(pid: int) -> float:
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
+
+
 async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fuzz", url: str = "") -> dict[str, Any]:
     """Write `count` entries. Returns what came of it."""
     if not url:
@@ -643,7 +654,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
             await anyio.sleep(0.05)
         writer, valid = Writer(bus, engine, seed), Valid(client)
         process.send_signal(signal.SIGUSR1)
-        lost = ""
+        lost, begun_mib = "", _rss_mib(process.pid)
         async with anyio.create_task_group() as group:
             for task in range(4):
                 group.start_soon(valid.run, task)
@@ -656,6 +667,8 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
                 if process.returncode is not None:
                     lost = f"the adapter ended with status {process.returncode}"
                     break
+                if first <= count // 5:
+                    begun_mib = _rss_mib(process.pid)
             unwritten = valid.verified
             # All that waits is answered, and valid traces still run.
             with anyio.move_on_after(120):
@@ -664,6 +677,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
                 ):
                     await anyio.sleep(0.1)
             valid.over = True
+            growth_mib = 0.0 if lost else _rss_mib(process.pid) - begun_mib
             if lost:
                 group.cancel_scope.cancel()
         registered = next((one for one in await client.engines.list(model=MODEL) if one.name == engine), None)
@@ -682,6 +696,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
         "registered": registered is not None,
         "malformed_in_registry": registered.malformed if registered else None,
         "loop": loop,
+        "growth_mib": round(growth_mib, 1),
         "valid": {"verified": valid.verified, "after_the_last_entry": valid.verified - unwritten, "wrong": valid.wrong},
         "consumers_wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),

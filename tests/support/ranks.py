@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tracewire_engine.worker.parallel import rank_agreement
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey, Ranks
 
 torch = pytest.importorskip("torch")
@@ -26,13 +27,13 @@ class Pair:
         addresses: list[str] = ["", ""]
         all_there = threading.Barrier(2)
 
-        def gather(found: list[Any], mine: str, group: int) -> None:
-            addresses[group] = mine
+        def gather(mine: str, group: Any) -> list[str]:
+            addresses[group.rank] = mine
             all_there.wait()
-            found[:] = addresses
+            return addresses
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.distributed, "all_gather_object", gather)
+            patch.setattr(rank_agreement, "gathered", gather)
             groups = [SimpleNamespace(rank_in_group=rank, rank=rank, world_size=2, cpu_group=rank) for rank in (0, 1)]
             self.ends = list(self.threads.map(lambda group: Ranks(group, address, limit_s), groups))
         for end in self.ends:

@@ -51,6 +51,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     step_text_bytes: Annotated[int, "bytes of texts that a choice saves in one step"] = 64 << 20
     trace_save_bytes: Annotated[int, "bytes of all saves of a trace; beyond, the trace fails"] = 256 << 30
     client_traces: Annotated[int, "traces of one client that an engine runs at once"] = 0
+    http_body_bytes: Annotated[int, "bytes of a request's body at the engine's own HTTP API (`--openai`)"] = 32 << 20
+    http_requests: Annotated[int, "requests to that API at once"] = 0
     client_waiting: Annotated[int, "submissions of one client that wait for a model"] = 0
 
 
@@ -64,6 +66,7 @@ _NONE: Final = {
     "trace_save_bytes": "none",
     "client_traces": "the engine's capacity",
     "client_waiting": "the client's share of the queue",
+    "http_requests": "half of the engine's capacity",
 }
 #: The limits that no option changes: workers read them, or clients rely on them.
 _FIXED: Final = frozenset(

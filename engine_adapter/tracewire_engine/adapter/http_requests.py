@@ -19,6 +19,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.limit_table import DEFAULTS
 from tracewire_bus.store.edits import RECORD_BYTES
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.tasks import OwnedTask, Signal
@@ -84,8 +85,11 @@ class PlainRequests:
         pending: dict[str, PendingRecords],
         engine: str,
         notify: Callable[[], None],
+        most_choices: int = DEFAULTS.choices,
     ) -> None:
         self._bus = bus
+        #: How many choices a request may ask for.
+        self.most_choices = most_choices
         self._standing = standing
         self._reports = reports
         self._pending = pending
@@ -198,8 +202,10 @@ class EditedClient:
         """Like vLLM's `generate`, with the edits that are installed at this moment.
 
         Raises:
-            ValueError: the request asks for edits that do not run here, or sets an extra argument of the engine's own.
+            ValueError: the request asks for edits that do not run here, sets an extra argument of the engine's own or a
+                priority, or asks for too many choices.
         """
+        _check_bounds(sampling_params, options, self._plain.most_choices)
         asked, params = _asked(sampling_params)
         try:
             chosen = self._plain.choose(asked)
@@ -298,6 +304,18 @@ class EditedClient:
         with suppress(Exception):
             await one.pending.wait_failed()
             await self._client.abort(one.name)
+
+
+def _check_bounds(params: Any, options: Mapping[str, Any], most_choices: int) -> None:
+    """Check what would give a request more of the engine than other requests and traces have.
+
+    Raises:
+        ValueError: the request sets a priority, or asks for too many choices.
+    """
+    if options.get("priority"):
+        raise ValueError("priority: this engine runs all HTTP requests with priority 0; traces have priorities")
+    if (getattr(params, "n", None) or 1) > most_choices:
+        raise ValueError(f"n: a request has at most {most_choices} choices, got {params.n} (--limit choices)")
 
 
 def _asked(params: Any) -> tuple[list[str] | None, Any]:

@@ -16,6 +16,7 @@ import ssl
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Self
 
 import anyio
@@ -23,6 +24,7 @@ import uvicorn
 
 from tracewire_engine.link.addresses import host_and_port
 
+from .http_fence import ROUTES, Fence, is_public
 from .http_requests import EditedClient, PlainRequests
 
 __all__ = ["OPEN", "Guarded", "HttpApi", "bound", "parsed"]
@@ -98,15 +100,17 @@ class Guarded:
         return scheme.lower() == b"bearer" and any(matches)
 
 
-def parsed(options: Sequence[str], api_key: str | None = None) -> Namespace:
+def parsed(options: Sequence[str], api_key: str | None = None, address: str = "") -> Namespace:
     """Parse and check the options of vLLM's server. Called before the model is loaded.
 
     Args:
         options: as on the command line of vLLM's server.
         api_key: the key that clients must send, unless the options have one.
+        address: `HOST:PORT` of `--openai`.
 
     Raises:
-        ValueError: an option is not supported here; the message names it.
+        ValueError: an option is not supported here, or other hosts could reach a server without a key; the message
+            names the option.
         OSError: a file that an option names cannot be read.
     """
     import vllm.envs as envs
@@ -122,6 +126,11 @@ def parsed(options: Sequence[str], api_key: str | None = None) -> Namespace:
             raise ValueError(f"--openai-option=--{name.replace('_', '-')} is not supported: {instead}")
     if not any(arguments.api_key or ()):
         arguments.api_key = [api_key] if api_key else None
+    if address and not arguments.api_key and is_public(host_and_port(address)[0]):
+        raise ValueError(
+            f"{address} can be reached from other hosts and needs a key: --openai-option=--api-key=KEY or "
+            "VLLM_API_KEY; without a key listen on 127.0.0.1"
+        )
     if bool(arguments.ssl_keyfile) != bool(arguments.ssl_certfile):
         raise ValueError("TLS needs both --openai-option=--ssl-certfile=FILE and --openai-option=--ssl-keyfile=FILE")
     if not arguments.ssl_certfile and (arguments.ssl_ca_certs or arguments.ssl_cert_reqs):
@@ -183,6 +192,7 @@ class HttpApi:
         model: str,
         path: str,
         arguments: Namespace,
+        fence: Mapping[str, Any] = MappingProxyType({}),
     ) -> Self:
         """Make the server of vLLM's app for an `AsyncLLM`.
 
@@ -193,6 +203,7 @@ class HttpApi:
             model: the name under which the model is served.
             path: the model's folder or name on the hub.
             arguments: the result of `parsed`.
+            fence: arguments of `Fence`, in place of the defaults.
         """
         build_app, init_app_state, _ = _of_vllm()
         arguments.model, arguments.served_model_name = path, arguments.served_model_name or [model]
@@ -211,14 +222,18 @@ class HttpApi:
         known = _known(init_app_state, vllm_config=llm.vllm_config, supported_tasks=tasks)
         known |= {"engine_client": client, "state": app.state, "args": arguments}
         await init_app_state(**known)
-        return cls.over(app, made, arguments)
+        return cls.over(app, made, arguments, fence)
 
     @classmethod
-    def over(cls, app: Any, made: socket.socket, arguments: Namespace) -> Self:
+    def over(
+        cls, app: Any, made: socket.socket, arguments: Namespace, fence: Mapping[str, Any] = MappingProxyType({})
+    ) -> Self:
         """Make the server of an ASGI app. `made` is the bound socket, and `arguments` the result of `parsed`."""
         keys, tls = [key for key in arguments.api_key or () if key], _tls(arguments)
+        root = getattr(arguments, "root_path", None) or ""
+        fenced = Fence(app, **{"routes": ROUTES, "body_bytes": 32 << 20, "requests": 0, "root_path": root, **fence})
         config = uvicorn.Config(
-            Guarded(app, keys, getattr(arguments, "root_path", None) or "") if keys else app,
+            Guarded(fenced, keys, root) if keys else fenced,
             log_config=None,
             access_log=False,
             lifespan="on",

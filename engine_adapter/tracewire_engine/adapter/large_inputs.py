@@ -2,7 +2,8 @@
 
 Blobs of a client do not pass through the engine's queues. The adapter writes each to a file in the link's folder, chunk
 by chunk, and the workers map the file. A file is named by the digest of its array, which is checked. So traces with the
-same variable share its file, and the last of them removes it.
+same variable share its file, and the last of them removes it. A trace shares a file only after the adapter has fetched
+the trace's own blob and compared it with the digest: who knows no more than a digest gets no other trace's value.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Inputs:
         file.users += 1
         try:
             async with file.turn:
-                if not file.whole:
+                if file.whole:
+                    await self._compare(trace, field, ref)
+                else:
                     await self._fetch(trace, field, ref, path)
                     file.whole = True
                 if carrier is not None and not file.carried:
@@ -108,6 +111,18 @@ class Inputs:
                     # An engine that hangs must not keep its adapter from exiting.
                     with anyio.move_on_after(DROP_S, shield=True):
                         await self._carrier.drop(path)
+
+    async def _compare(self, trace: str, field: str, ref: ArrayRef) -> None:
+        """Check that the trace has the value to which it refers.
+
+        Raises:
+            Rejection: its blob is missing, or has another digest.
+        """
+        try:
+            async for _ in self._blobs.chunks(trace, ref):
+                pass
+        except BlobMissing as error:
+            raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
 
     async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:
         def owned(name: str, flags: int) -> int:

@@ -84,9 +84,8 @@ class Adapter:
         kept = settings.retain_traces, settings.retain_total_bytes
         self._finished = FinishedRetention(bus, info.engine, *kept, every_s=settings.heartbeat_s)
         #: The requests of the HTTP API, which are not traces.
-        self.plain = PlainRequests(
-            bus, self._standing, self._reports, self._pending, info.engine, self._lifecycle.notify
-        )
+        notify, choices = self._lifecycle.notify, settings.limits.choices
+        self.plain = PlainRequests(bus, self._standing, self._reports, self._pending, info.engine, notify, choices)
         self._writer = bus.writer(memory_patience_s=settings.memory_patience_s)
         self._claims = Claims(bus, info)
         self._writer.restorer.claims = self._claims.commands
@@ -122,6 +121,10 @@ class Adapter:
         self._taking = True
         #: Set when the engine's entry of the registry is to be renewed at once.
         self._beat = Signal()
+
+    def note_limit(self, name: str) -> None:
+        """Count that a limit was reached; `name` is as in `Limits`."""
+        self._trace_limits.counts[name] += 1
 
     @property
     def lost(self) -> bool:

@@ -223,6 +223,9 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
 
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments)
+    if not getattr(arguments, "allowed_media_domains", None):
+        # Without a domain vLLM would fetch any URL that a client names. No host has this name.
+        arguments.allowed_media_domains = ["no domain is allowed (--allowed-media-domains)"]
     if getattr(arguments, "shutdown_timeout", None) == 0:
         # If SIGTERM goes to all processes at once, EngineCore then lets running requests end, as the adapter does.
         arguments.shutdown_timeout = max(1, math.ceil(options.drain))
@@ -241,7 +244,8 @@ def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket
         from tracewire_engine.adapter.http_server import bound, parsed
 
         given = [*server_options(options), *options.openai_option]
-        options.openai_arguments = parsed(given, secrets.get(API_KEY) or os.environ.get(API_KEY))
+        key = secrets.get(API_KEY) or os.environ.get(API_KEY)
+        options.openai_arguments = parsed(given, key, options.openai)
         return bound(options.openai)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f"--openai: {error}") from error
@@ -510,9 +514,24 @@ async def _http_api(
         model=info.model,
         path=info.path,
         arguments=options.openai_arguments,
+        fence=_fence(adapter, options),
     )
     info.openai = api.url
     return api
+
+
+def _fence(adapter: Adapter, options: argparse.Namespace) -> dict[str, Any]:
+    """The limits of the HTTP API by the options."""
+    from tracewire_engine.adapter.http_fence import ROUTES
+
+    limits = parse_limits(options.limit)
+    return {
+        "routes": (*ROUTES, *options.openai_route),
+        "body_bytes": limits.http_body_bytes,
+        # The other half of the places is for traces.
+        "requests": limits.http_requests or max(1, options.capacity // 2),
+        "reached": adapter.note_limit,
+    }
 
 
 async def _stop_on_signals(adapter: Adapter) -> None:

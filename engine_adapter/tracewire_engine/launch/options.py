@@ -310,6 +310,14 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="also serve vLLM's OpenAI-compatible HTTP API, with standing interventions on its requests",
     )
     group.add_argument(
+        "--openai-route",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="allow one more route of vLLM's server with --openai, such as /v1/audio/transcriptions, or /x/* for all "
+        "routes below /x (repeatable)",
+    )
+    group.add_argument(
         "--openai-option",
         action="append",
         default=[],

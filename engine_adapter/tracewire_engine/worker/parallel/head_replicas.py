@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,6 +20,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from tracewire_engine.model_layout import find_layers, find_norm
+
+from .plain_messages import gathered
 
 __all__ = ["LIMIT", "replicate"]
 
@@ -34,13 +36,26 @@ _HEAD, _PROCESSOR = "lm_head", "logits_processor"
 class _Spec:
     """The description of a module that the last stage sends the others, which build it."""
 
-    def __init__(self, path: str, module: torch.nn.Module) -> None:
+    def __init__(self, path: str, kind: str, attributes: dict[str, Any], tensors: dict[str, Any]) -> None:
         self.path = path
-        self.kind = type(module).__name__
-        self.attributes = {
-            name: value for name, value in vars(module).items() if type(value) in (int, float, bool, type(None))
-        }
-        self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in _tensors(module)}
+        self.kind = kind
+        self.attributes = attributes
+        self.tensors = tensors
+
+    @classmethod
+    def of(cls, path: str, module: torch.nn.Module) -> Self:
+        """Describe the module at `path`."""
+        plain = {name: value for name, value in vars(module).items() if type(value) in (int, float, bool, type(None))}
+        return cls(path, type(module).__name__, plain, _shapes(module))
+
+    def packed(self) -> list[Any]:
+        """The description as plain values."""
+        return [self.path, self.kind, self.attributes, self.tensors]
+
+    @classmethod
+    def unpacked(cls, packed: list[Any]) -> Self:
+        """The description that `packed` made."""
+        return cls(*packed)
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -52,17 +67,17 @@ def _specs(model: torch.nn.Module) -> list[_Spec]:
     found = []
     norm = find_norm(model, find_layers(model.named_modules()))
     if norm is not None:
-        found.append(_Spec(next(path for path, module in model.named_modules() if module is norm), norm))
+        found.append(_Spec.of(next(path for path, module in model.named_modules() if module is norm), norm))
     head: Any = getattr(model, _HEAD, None)
     processor = getattr(model, _PROCESSOR, None)
     if type(processor) is LogitsProcessor:
-        found.append(_Spec(_PROCESSOR, processor))
+        found.append(_Spec.of(_PROCESSOR, processor))
     if (
         type(head) is ParallelLMHead
         and type(head.quant_method) is UnquantizedEmbeddingMethod
         and sum(value.nbytes for _, value in _tensors(head)) <= LIMIT
     ):
-        found.append(_Spec(_HEAD, head))
+        found.append(_Spec.of(_HEAD, head))
     return found
 
 
@@ -119,9 +134,8 @@ def replicate(group: GroupCoordinator, model: torch.nn.Module, config: VllmConfi
         config: vLLM's.
         device: of the copies.
     """
-    told: list[Any] = [_specs(model) if group.is_last_rank else None]
-    torch.distributed.broadcast_object_list(told, src=group.ranks[-1], group=group.cpu_group)
-    specs: list[_Spec] = told[0]
+    own = [one.packed() for one in _specs(model)] if group.is_last_rank else None
+    specs = [_Spec.unpacked(one) for one in gathered(own, group)[-1]]
     made: list[torch.nn.Module | None] = []
     for spec in specs:
         if group.is_last_rank:
@@ -140,8 +154,7 @@ def replicate(group: GroupCoordinator, model: torch.nn.Module, config: VllmConfi
         except Exception as exception:  # an unusual model: its blocks do without the copy
             logger.warning("no copy of %s on pipeline stage %d: %s", spec.path, group.rank_in_group, exception)
             made.append(None)
-    able: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(able, [module is not None for module in made], group=group.cpu_group)
+    able = gathered([module is not None for module in made], group)
     for place, (spec, module) in enumerate(zip(specs, made, strict=True)):
         if not all(stage[place] for stage in able):
             continue

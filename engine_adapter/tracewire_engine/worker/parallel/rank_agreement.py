@@ -42,6 +42,8 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.addresses import bind, endpoint, is_remote
 from tracewire_engine.worker.blocks import time_limit as watchdog
 
+from .plain_messages import gathered
+
 __all__ = ["DECLARED", "BlockKey", "Ranks", "RanksDiffer"]
 
 #: The name of a request's declared interventions, among those of its blocks: its own (empty), and standing ones.
@@ -132,8 +134,7 @@ class Ranks:
             at = f"ipc://{Path(tempfile.mkdtemp()) / 'rank'}"
         for option in (zmq.RCVHWM, zmq.LINGER):
             self._pull.setsockopt(option, 0)
-        addresses: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(addresses, bind(self._pull, at), group=group.cpu_group)
+        addresses = gathered(bind(self._pull, at), group)
         self._push: list[zmq.Socket[bytes]] = []
         for rank, other in enumerate(addresses):
             if rank == self.index:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import math
-import pickle  # noqa: TID251 (from one worker of an engine to another, as vLLM's own messages between them)
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -17,13 +15,16 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop
 
 from .head_replicas import replicate
+from .plain_messages import Tensors, Unsendable, decoded, encoded, gathered, unpacked
 from .staged_mediator import Entry, StagedMediator
-from .topology import Topology, described
+from .topology import Topology, described, packed_tree, unpacked_tree
 
 __all__ = ["Pipeline", "PipelineMixin", "RequestRegistry", "StageState", "StageUpdate", "stage_state"]
 
 #: Tells our messages in the group from vLLM's.
 _TAG = 7321
+#: The head of a message: the table of its tensors (dtype, shape, first byte), and the encoded message.
+_Head: TypeAlias = tuple[list[tuple[str, list[int], int]], bytes]
 
 
 class StageUpdate(NamedTuple):
@@ -53,69 +54,41 @@ class Message(NamedTuple):
     failures: dict[str, Failure]
 
 
-class _Tensors:
-    """The tensors of a message, which are copied to host memory together."""
+def _encoded(message: Message, tensors: Tensors) -> bytes:
+    """Encode a message.
 
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-        #: For each tensor its dtype, its shape and its first byte.
-        self.table: list[tuple[str, tuple[int, ...], int]] = []
-        self.size = 0
-
-    def add(self, tensor: torch.Tensor) -> int:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self.table.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.size))
-        if flat.numel() % 16:
-            flat = torch.nn.functional.pad(flat, (0, 16 - flat.numel() % 16))
-        self.found.append(flat)
-        self.size += flat.numel()
-        return len(self.table) - 1
-
-    def bytes(self) -> torch.Tensor:
-        """The bytes of all tensors, as one tensor in host memory."""
-        if not self.found:
-            return torch.empty(0, dtype=torch.uint8)
-        if any(flat.device != self.found[0].device for flat in self.found):
-            return torch.cat([flat.cpu() for flat in self.found])
-        return torch.cat(self.found).cpu()
+    Raises:
+        Unsendable: it has a value that cannot travel.
+    """
+    updates = [
+        [
+            update.request,
+            {name: [list(entry) for entry in log] for name, log in update.logs.items()},
+            update.ended,
+            {name: msgspec.to_builtins(error) for name, error in update.errors.items()},
+        ]
+        for update in message.updates
+    ]
+    failures = {name: msgspec.to_builtins(failure) for name, failure in message.failures.items()}
+    return encoded([updates, message.read, failures], tensors)
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
-        super().__init__(file, protocol=5)
-        self._tensors = tensors
+def _decoded(data: bytes | memoryview, tensors: Sequence[torch.Tensor]) -> Message:
+    """Decode a message.
 
-    def persistent_id(self, value: Any) -> int | None:
-        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
-        return self._tensors.add(value) if plain else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
-
-    def persistent_load(self, key: int) -> torch.Tensor:
-        return self._tensors[key]
+    Raises:
+        ValueError: it is malformed.
+    """
+    found, read, failed = decoded(data, tensors)
+    updates = []
+    for request, packed, ended, errors in found:
+        logs = {name: [Entry(*one) for one in log] for name, log in packed.items()}
+        updates.append(StageUpdate(request, logs, ended, _failures(errors)))
+    return Message(updates, read, _failures(failed))
 
 
-def _unpacked(
-    table: Sequence[tuple[str, tuple[int, ...], int]], data: torch.Tensor, device: torch.device
-) -> list[torch.Tensor]:
-    """The tensors of a message, on `device`, each in memory of its own, so that none keeps the whole message."""
-    flat = data.to(device)
-    found = []
-    for name, shape, start in table:
-        dtype: torch.dtype = getattr(torch, name)
-        size = math.prod(shape) * dtype.itemsize
-        found.append(flat[start : start + size].clone().view(dtype).reshape(shape))
-    return found
-
-
-def _pickled(value: Any, tensors: _Tensors) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, tensors).dump(value)
-    return file.getvalue()
+def _failures(found: Mapping[str, Any]) -> dict[str, Failure]:
+    return {name: msgspec.convert(one, Failure) for name, one in found.items()}
 
 
 class RequestRegistry(Protocol):
@@ -232,10 +205,8 @@ class Pipeline:
         head, total = (int(size) for size in sizes)
         data = torch.empty(total, dtype=torch.uint8)
         torch.distributed.recv(data, source, group=group, tag=_TAG)
-        table, body = pickle.loads(data[:head].numpy().data)  # noqa: S301
-        tensors = _unpacked(table, data[head:], self._device)
-        message: Message = _Unpickler(body, tensors).load()
-        return message
+        table, body = msgspec.msgpack.decode(data[:head].numpy().data, type=_Head)
+        return _decoded(body, unpacked(table, data[head:], self._device))
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -254,14 +225,15 @@ class Pipeline:
             return
         self.topology.messages += len(later) + len(earlier)
         updates = [self._update_of(request, share(request)) for request in self.sharing]
-        tensors = _Tensors()
+        tensors = Tensors()
         try:
-            body = _pickled(Message(updates, read, failures), tensors)
-        except Exception:  # a value that a block was served cannot be pickled
+            body = _encoded(Message(updates, read, failures), tensors)
+        except Unsendable:
+            # A value that a block was served has a type that does not travel.
             updates = [self._sendable(one) for one in updates]
-            tensors = _Tensors()
-            body = _pickled(Message(updates, read, failures), tensors)
-        head = pickle.dumps((tensors.table, body), protocol=5)
+            tensors = Tensors()
+            body = _encoded(Message(updates, read, failures), tensors)
+        head = msgspec.msgpack.encode((tensors.table, body))
         flat = tensors.bytes()
         data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), flat])
         sizes = torch.tensor([len(head), data.numel()], dtype=torch.int64)
@@ -290,13 +262,13 @@ class Pipeline:
 
     @staticmethod
     def _sendable(update: StageUpdate) -> StageUpdate:
-        """The update without the logs that cannot be pickled. Each of these becomes an error of the request."""
+        """The update without the logs that cannot travel. Each of these becomes an error of the request."""
         logs, errors = {}, dict(update.errors)
         for name, log in update.logs.items():
             try:
-                _pickled(log, _Tensors())
+                encoded([list(entry) for entry in log], Tensors())
                 logs[name] = log
-            except Exception as exception:
+            except Unsendable as exception:
                 message = f"a value that the block was served cannot be sent to other pipeline stages: {exception}"
                 errors.setdefault(name, Failure(type=type(exception).__name__, message=message, field="block"))
         return update._replace(logs=logs, errors=errors)
@@ -327,9 +299,8 @@ class PipelineMixin:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         replicate(group, model, runner.vllm_config, runner.device)
-        trees: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(trees, described(model), group=group.cpu_group)
-        topology = Topology(group.rank_in_group, trees)
+        trees = gathered(packed_tree(described(model)), group)
+        topology = Topology(group.rank_in_group, [unpacked_tree(tree) for tree in trees])
         topology.complete(model)
         self.tracewire_pipeline = Pipeline(group, topology, runner.device)
 

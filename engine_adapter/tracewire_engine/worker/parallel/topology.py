@@ -9,6 +9,7 @@ names it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from nnsight.intervention.interleaver import Mediator
 from nnsight.modeling.vllm.envoys import ParallelEnvoy
 from vllm.model_executor.models.utils import PPMissingLayer
 
-__all__ = ["OtherStage", "StandIn", "Topology", "described"]
+__all__ = ["OtherStage", "StandIn", "Topology", "described", "packed_tree", "unpacked_tree"]
 
 #: The types of attributes that a stand-in has too.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -54,6 +55,16 @@ def described(model: torch.nn.Module) -> dict[str, _Module]:
         names = sorted({*own, *tensors, *(name for name in vars(type(module)) if not name.startswith("_"))} - {*plain})
         found[path] = _Module(type(module).__name__, plain, names, canonical)
     return found
+
+
+def packed_tree(tree: Mapping[str, _Module]) -> dict[str, list[Any]]:
+    """The descriptions of modules as plain values, for the other stages."""
+    return {path: [one.kind, one.plain, one.names, one.first] for path, one in tree.items()}
+
+
+def unpacked_tree(tree: Mapping[str, Any]) -> dict[str, _Module]:
+    """The descriptions of another stage's modules, of what `packed_tree` made."""
+    return {path: _Module(*one) for path, one in tree.items()}
 
 
 class StandIn(PPMissingLayer):

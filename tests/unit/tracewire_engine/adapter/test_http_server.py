@@ -161,8 +161,8 @@ async def test_it_serves_tls_and_asks_for_the_key(tmp_path: Path) -> None:
             await started(api)
             trusted = ssl.create_default_context(cafile=str(made.authority))
             async with httpx.AsyncClient(verify=trusted, headers={"authorization": "Bearer sesame"}) as http:
-                assert (await http.get(api.url)).text == "done"
-                assert (await http.get(api.url, headers={"authorization": ""})).status_code == 401
+                assert (await http.get(f"{api.url}/models")).text == "done"
+                assert (await http.get(f"{api.url}/models", headers={"authorization": ""})).status_code == 401
             async with httpx.AsyncClient() as plain:
                 with pytest.raises(httpx.HTTPError):
                     await plain.get(api.url.replace("https", "http"))

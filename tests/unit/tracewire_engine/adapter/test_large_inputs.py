@@ -67,3 +67,27 @@ async def test_a_submission_that_cannot_be_decoded_is_left_to_the_workers(bus: B
         pass
     async with Inputs(bus.blobs, tmp_path).of(Submission(trace="t", model="m", invokes=[], live=pack([1]))):
         pass
+
+
+async def test_a_digest_alone_gives_nobody_another_traces_value(bus: Bus, tmp_path: Path) -> None:
+    value = np.random.default_rng(0).random((1000, 300), dtype=np.float32)
+    owned = await bus.blobs.store("owner", value, "w")
+    inputs = Inputs(bus.blobs, tmp_path)
+    async with inputs.of(submission("owner", {"w": owned})):
+        for blob in (owned.blob, "another"):
+            stolen = ArrayRef("float32", (1000, 300), owned.digest, blob, "w")
+            with pytest.raises(Rejection) as refused:
+                async with inputs.of(submission("thief", {"w": stolen})):
+                    pytest.fail("it ran")
+            assert refused.value.failure.field == "variables.w"
+        # Nor with a blob of its own that has other bytes, or another shape of the same ones.
+        other = await bus.blobs.store("thief", np.zeros((1000, 300), np.float32), "w")
+        for shape in ((1000, 300), (300, 1000)):
+            with pytest.raises(Rejection, match="do not match"):
+                async with inputs.of(submission("thief", {"w": ArrayRef("float32", shape, owned.digest, other.blob)})):
+                    pytest.fail("it ran")
+        # The owner's trace is none the worse, and another one that has the value shares the file.
+        also = await bus.blobs.store("other", value, "w")
+        async with inputs.of(submission("other", {"w": also})):
+            assert [file.name for file in tmp_path.iterdir()] == [input_path(tmp_path, owned).name]
+    assert not list(tmp_path.iterdir())

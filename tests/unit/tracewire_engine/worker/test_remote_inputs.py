@@ -74,7 +74,7 @@ async def test_a_large_variable_of_which_a_part_arrived_is_carried_anew(bus: Bus
     """The first trace was cancelled on its way; the second waited for the same file."""
     value = np.random.default_rng(0).random((1000, 300), dtype=np.float32)
     ref = await bus.blobs.store("a", value, "w")
-    await bus.blobs.store("b", value, "w")
+    own = await bus.blobs.store("b", value, "w")
     half_way = anyio.Event()
 
     class Interrupted(Carried):
@@ -97,8 +97,8 @@ async def test_a_large_variable_of_which_a_part_arrived_is_carried_anew(bus: Bus
                 pass
 
     async def second() -> None:
-        async with inputs.of(_with(ref, "b")):
-            assert equal(to_tensors(ref, torch.device("cpu"), carrier.held), value)
+        async with inputs.of(_with(own, "b")):
+            assert equal(to_tensors(own, torch.device("cpu"), carrier.held), value)
         done.set()
 
     with anyio.fail_after(PATIENCE):

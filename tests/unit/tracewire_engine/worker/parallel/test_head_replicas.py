@@ -19,7 +19,7 @@ class Norm(torch.nn.Module):
 
 def test_it_is_a_copy_of_a_norm_that_this_stage_has() -> None:
     stage = torch.nn.ModuleList([Norm(4), Norm(8)])
-    made = _built(_Spec("model.norm", Norm(8)), stage)
+    made = _built(_Spec.of("model.norm", Norm(8)), stage)
     assert isinstance(made, Norm)
     assert made.weight.shape == (8,)
     assert made is not stage[1]
@@ -31,4 +31,4 @@ def test_it_is_a_copy_of_a_norm_that_this_stage_has() -> None:
 )
 def test_without_one_of_its_size_and_settings_it_stays_where_it_is(norm: Norm, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _built(_Spec("model.norm", norm), torch.nn.ModuleList([Norm(8)]))
+        _built(_Spec.of("model.norm", norm), torch.nn.ModuleList([Norm(8)]))

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracewire_engine.worker.parallel.stage_exchange import (
-    Pipeline,
-    StageUpdate,
-    _pickled,
-    _Tensors,
-    _unpacked,
-    _Unpickler,
-)
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.worker.parallel.plain_messages import Tensors, unpacked
+from tracewire_engine.worker.parallel.stage_exchange import Message, Pipeline, StageUpdate, _decoded, _encoded
 from tracewire_engine.worker.parallel.staged_mediator import Entry
 
 
@@ -23,10 +18,19 @@ def test_values_travel_whole(dtype: torch.dtype) -> None:
         Entry("VALUE", "a", 0, (tensor[:, 1:3], None, {"x": tensor[0, 0], "n": 7})),
         Entry("SWAP", "b", 3, tensor[:0]),
     ]
-    tensors = _Tensors()
-    log = _pickled(value, tensors)
-    back = _Unpickler(log, _unpacked(tensors.table, tensors.bytes(), torch.device("cpu"))).load()
-    first, second = back
+    failure = Failure(type="ValueError", message="no", line=3)
+    update = StageUpdate("r", {"": value}, True, {"edit": failure})
+    sent = Message([update], [(1, 2, [("r", 0, 3)], tensor)], {"q": failure})
+    tensors = Tensors()
+    data = _encoded(sent, tensors)
+    back = _decoded(data, unpacked(tensors.table, tensors.bytes(), torch.device("cpu")))
+    (update,) = back.updates
+    assert (update.request, update.ended, update.errors) == ("r", True, {"edit": failure})
+    assert back.failures == {"q": failure}
+    ((order, site, members, rows),) = back.read
+    assert (order, site, members) == (1, 2, [("r", 0, 3)])
+    assert torch.equal(rows, tensor)
+    first, second = update.logs[""]
     assert isinstance(first, Entry)
     assert torch.equal(first.value[0], tensor[:, 1:3])
     assert first.value[0].dtype == dtype

@@ -1,0 +1,57 @@
+"""The fuzzing of decoders and of the live intake finds nothing, and would find something."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.security import fuzz
+
+
+def test_decoders_bear_mutated_messages() -> None:
+    said: list[str] = []
+    found = fuzz.fuzz_decoders(20_000, 20261124, said.append)
+    assert not found.crashes, said
+    assert not found.stalls, said
+
+
+def test_the_corpus_is_read_by_each_decoder_as_it_is() -> None:
+    """Messages that expand, nest or collide, and a pickle."""
+    seeds = fuzz.corpus()
+    assert len(seeds) > 100
+    for data in seeds:
+        for name, decode in fuzz.DECODERS.items():
+            try:
+                decode(data)
+            except (*fuzz._DECLARED,):
+                pass
+            except Exception as error:  # a decoder raises what it declares
+                pytest.fail(f"{name}: {error!r} for {data[:60]!r}")
+
+
+def test_a_crash_and_a_stall_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(data: bytes) -> None:
+        raise KeyError(len(data))
+
+    def stall(data: bytes) -> None:
+        until = time.thread_time() + 2 * fuzz.STALL_S
+        while time.thread_time() < until:
+            pass
+
+    for decode in (crash, stall):
+        monkeypatch.setattr(fuzz, "DECODERS", {"one": decode})
+        found = fuzz.fuzz_decoders(3, 1)
+        assert (found.crashes["one"], found.stalls["one"]) == ((3, 0) if decode is crash else (0, 3))
+
+
+def test_the_command_prints_one_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--messages", "400", "--live", "100", "--json", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    result: dict[str, Any] = json.loads(out)
+    assert result["messages"] == 400
+    assert {name: result[name] for name in ("crashes", "stalls")} == {"crashes": 0, "stalls": 0}
+    assert result["growth_mib"] >= 0
+    assert "seed 3" in err
