@@ -44,6 +44,9 @@ RUN_BY = {
     ),
     "curl": _CHAT,
     "python -m tests.faults.harness.soak": "tests/test_commands.py::test_soak",
+    "python examples/products/steered_answer.py": (
+        "tests/examples/test_products.py::test_an_answer_of_openai_s_client_is_steered_by_http"
+    ),
     "python examples/demo_model/train.py": "tests/test_commands.py::test_a_model_is_trained",
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",

@@ -15,11 +15,13 @@ from tracewire.client import Client, connect
 from tracewire.errors import TracewireError
 from tracewire.traces.model import Model
 from tracewire.traces.trace import Trace
+from tracewire_bus.wire.messages import ChatMessage, ToolCall
 
+from .chat_options import assistant_message
 from .commands import UsageError, add_command
 from .presenters import presenter
 from .printing import print_json_line, remark
-from .requests import Request, add_interventions, add_sampling, request_of
+from .requests import Request, add_request, request_of
 from .run import shown_trace, succeeded
 from .specs import named_value
 
@@ -40,30 +42,37 @@ def add_chat(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
         "chat",
         _chat,
         parents=parents,
-        help="talk with a model: each line of standard input is a message",
+        help="talk with a model: each line of standard input is a message, or the result of a function that it calls",
         exits={1: "an error, or an answer failed while standard input is no terminal"},
         examples=(
             "tracewire chat demo --system 'Answer briefly.'",
+            "tracewire chat MODEL --tools tools.json --template enable_thinking=false",
             "tracewire chat demo --steer 'residual(4)@direction.npy*alpha' --live alpha=4",
         ),
         json="each event of each answer as a JSON object on a line",
     )
-    chat.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
-    add_interventions(chat)
-    add_sampling(chat)
+    add_request(chat)
 
 
 class Chat:
-    """The messages of a conversation, and how they are answered."""
+    """The messages of a conversation, and how they are answered.
 
-    def __init__(self, client: Client, model: Model, request: Request, system: str | None, *, as_json: bool) -> None:
+    Where an answer calls functions, each of the next lines is the result of one of them, in order.
+    """
+
+    def __init__(self, client: Client, model: Model, request: Request, *, as_json: bool) -> None:
         self._client = client
         self._model = model
         self._request = request
         self._json = as_json
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, Any]] = list(self._system)
+        self.messages: list[dict[str, Any]] = list(request.conversation.messages)
+        #: The calls whose results are still to come.
+        self._calls: list[ToolCall] = []
+
+    @property
+    def prompt(self) -> str:
+        """What a terminal shows before the next line: the name of the function whose result it is."""
+        return f"{self._calls[0].name}> " if self._calls else "> "
 
     async def take(self, line: str) -> bool:
         """Take a line: a command, or a message to answer. Returns `False` if an answer failed.
@@ -74,13 +83,21 @@ class Chat:
         if line.startswith("/"):
             self._obey(line)
             return True
-        self.messages.append({"role": "user", "content": line})
+        before = list(self.messages), self._calls
+        if self._calls:
+            call, *self._calls = self._calls
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": line})
+            if self._calls:
+                return True
+        else:
+            self.messages.append({"role": "user", "content": line})
         answer = await self._answer()
         if answer is None:
             # The model has not answered it, so it is no part of the conversation.
-            self.messages.pop()
+            self.messages, self._calls = before
             return False
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append(assistant_message(answer))
+        self._calls = answer.tool_calls
         return True
 
     def _obey(self, line: str) -> None:
@@ -88,7 +105,7 @@ class Chat:
         if word in ("/quit", "/exit"):
             raise EOFError
         if word == "/reset":
-            self.messages = list(self._system)
+            self.messages, self._calls = list(self._request.conversation.messages), []
         elif word == "/steer":
             self._steer(rest.split())
         elif word != "/live":
@@ -109,8 +126,8 @@ class Chat:
             else:
                 self._request.live[name] = float(value) if isinstance(first, float) and type(value) is int else value
 
-    async def _answer(self) -> str | None:
-        """Run the messages and show the answer. Returns its text, or `None` if it failed."""
+    async def _answer(self) -> ChatMessage | None:
+        """Run the messages and show the answer. Returns it, or `None` if it failed."""
         try:
             with self._request.refusals():
                 arguments = self._request.arguments(self._model.info.max_model_len)
@@ -130,7 +147,7 @@ class Chat:
             # The presenter has said why.
             return None
         state = trace.state()
-        return state.text if state.message is None else state.message.content or ""
+        return ChatMessage(content=state.text) if state.message is None else state.message
 
 
 async def _cancel_on_interrupt(trace: Trace) -> None:
@@ -142,15 +159,15 @@ async def _cancel_on_interrupt(trace: Trace) -> None:
 
 
 async def _chat(options: argparse.Namespace) -> int:
-    request = request_of(options)
+    request = request_of(options, chats=True)
     terminal = sys.stdin.isatty()
     failed = False
     async with connect(options.url, prefix=options.prefix) as client:
         model = await client.models.get(options.model)
-        chat = Chat(client, model, request, options.system, as_json=options.json)
+        chat = Chat(client, model, request, as_json=options.json)
         if terminal:
             remark(f"{options.model}: /help shows the commands, Ctrl-D ends")
-        while (line := read_line("> " if terminal else "")) is not None:
+        while (line := read_line(chat.prompt if terminal else "")) is not None:
             if not line.strip():
                 continue
             try:

@@ -15,6 +15,7 @@ from tracewire_bus.transport.urls import redacted
 
 from .commands import add_command, add_group
 from .format import timestamp
+from .model_names import add_model
 from .printing import print_json, print_json_line, print_rows, remark
 
 __all__ = ["add_dead"]
@@ -43,7 +44,7 @@ def add_dead(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     ):
         action = add_command(actions, name, run, parents=parents, help=text, json=json_)
         if name == "list":
-            action.add_argument("--model", metavar="MODEL", help="only those of this model")
+            add_model(action, "--model", help="only those of this model")
         else:
             action.add_argument("ids", metavar="ID", nargs=1 if name == "show" else "+", help="the dead letter's id")
 

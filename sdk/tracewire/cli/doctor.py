@@ -21,6 +21,7 @@ from tracewire_bus.wire.messages import SCHEMA, Accepted, Probe
 
 from .commands import add_command
 from .format import counted
+from .model_names import add_model
 from .printing import print_json, rich_terminal
 
 __all__ = ["Finding", "add_doctor", "clock_findings", "engine_findings", "model_findings", "redis_findings"]
@@ -63,7 +64,7 @@ def add_doctor(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> Non
         examples=("tracewire doctor --url redis://localhost",),
         json="an object: ok, findings (a list of check, status, message, advice)",
     )
-    doctor.add_argument("--model", metavar="MODEL", help="run the test trace on this model (default: on every one)")
+    add_model(doctor, "--model", help="run the test trace on this model (default: on every one)")
     doctor.add_argument("--no-trace", action="store_true", help="run no test trace")
 
 

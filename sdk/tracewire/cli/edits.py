@@ -16,6 +16,7 @@ from tracewire_bus.transport.urls import redacted
 from .blocks import BLOCK, load_block
 from .commands import UsageError, add_command, add_group
 from .format import counted, short_value
+from .model_names import add_model
 from .printing import no_engines, print_json, print_json_line, print_rows, remark
 from .requests import add_interventions, specs_of
 from .specs import declared
@@ -34,10 +35,10 @@ def add_edits(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None
         help="list the edits in the order in which they apply",
         json="a list of objects: name, version, scope, block, interventions, disabled, engines, problems, ...",
     )
-    list_.add_argument("model", metavar="MODEL")
+    add_model(list_, help=None)
     _add_install(actions, parents)
     remove = add_command(actions, "remove", _remove, parents=parents, help="remove the named edits")
-    remove.add_argument("model", metavar="MODEL")
+    add_model(remove, help=None)
     remove.add_argument("names", metavar="NAME", nargs="+")
     watch = add_command(
         actions,
@@ -47,7 +48,7 @@ def add_edits(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None
         help="print an edit's saves on requests that are no traces, and all of its errors",
         json="each item as a JSON object on a line",
     )
-    watch.add_argument("model", metavar="MODEL")
+    add_model(watch, help=None)
     watch.add_argument("name", metavar="NAME")
     watch.add_argument("--since", default="now", help="'now' (default), 'start', or an item's id")
 
@@ -65,7 +66,7 @@ def _add_install(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         ),
         json="the edit as an object, as list prints it",
     )
-    install.add_argument("model", metavar="MODEL")
+    add_model(install, help=None)
     install.add_argument("name", metavar="NAME", help="the edit's name; replaces an edit of this name")
     what = "a Python file to execute, and the intervention in it"
     install.add_argument("file", metavar=BLOCK, nargs="?", help=what)

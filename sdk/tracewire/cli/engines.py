@@ -18,6 +18,7 @@ from tracewire.traces.served_models import ModelInfo
 
 from .commands import UsageError, add_command
 from .format import counted
+from .model_names import add_model
 from .printing import no_engines, print_json, print_json_line, print_rows
 
 __all__ = ["add_engines", "names_of_host"]
@@ -47,7 +48,7 @@ def add_engines(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         help="list running engines",
         json="a list with an object for each engine, with all its fields",
     )
-    engines.add_argument("--model", metavar="MODEL", help="list only engines of this model")
+    add_model(engines, "--model", help="list only engines of this model")
     drain = add_command(
         commands,
         "drain",
@@ -78,7 +79,7 @@ def add_engines(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         json="an object: ready, engine, state (both null if there is none)",
     )
     ready.add_argument("engine", metavar="ENGINE", nargs="?", help="the engine's name (default: any engine)")
-    ready.add_argument("--model", metavar="MODEL", help="an engine that serves this model")
+    add_model(ready, "--model", help="an engine that serves this model")
     _add_host(ready, "an engine of this machine or pod, or of HOST")
     ready.add_argument(
         "--alive",

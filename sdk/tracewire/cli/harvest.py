@@ -17,6 +17,7 @@ from tracewire_bus.wire.messages import LogitLens, Probe
 
 from .blocks import BLOCK, load_block
 from .commands import UsageError, add_command
+from .model_names import add_model
 from .printing import print_json
 
 __all__ = ["add_harvest"]
@@ -44,7 +45,7 @@ def add_harvest(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
         json="an object at the end: to, prompts, failed (an object of reasons by key)",
         examples=("tracewire harvest demo prompts.jsonl --to acts --read 'hs=residual(*)'",),
     )
-    harvest.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
+    add_model(harvest)
     harvest.add_argument(
         "data",
         metavar="DATA",

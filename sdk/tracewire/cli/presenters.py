@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tracewire.traces.output import Accepted, Event, Final, Output, Shared
 
+from .chat_options import text_of
 from .format import event_line, printable
 from .printing import print_json_line, remark, rich_terminal
 from .readings import line_of
-from .view import TraceView, text_of
+from .view import TraceView
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -85,7 +86,7 @@ class TextStream(_Simple):
             if (event.invoke, event.choice) != self._last:
                 self._last = event.invoke, event.choice
                 self._write(f"\n[{event.invoke}.{event.choice}] ")
-            self._write(text_of(event))
+            self._write(text_of(event, begun=bool(self._text)))
         elif isinstance(event, Final):
             if self._text and not self._text.endswith("\n"):
                 self._write("\n")
@@ -107,7 +108,7 @@ class PlainLines(_Simple):
         """Print the event."""
         if isinstance(event, Output):
             where = f"{event.invoke}.{event.choice} " if event.invoke or event.choice else ""
-            text = json.dumps(text_of(event), ensure_ascii=False)
+            text = json.dumps(text_of(event, begun=False), ensure_ascii=False)
             print(f"{where}{event.index:5d} {text:16}  {line_of(event.delta)}".rstrip(), flush=True)
         elif isinstance(event, Shared):
             print(f"      shared  {line_of(event.delta)}", flush=True)

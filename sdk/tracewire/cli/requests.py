@@ -13,7 +13,9 @@ from tracewire.errors import TraceRejected, UnknownOption
 from tracewire_bus.wire.messages import DeclaredIntervention, LogitLens
 
 from .blocks import BLOCK, load_block
+from .chat_options import Conversation, add_chat_options, conversation_of
 from .commands import UsageError
+from .model_names import add_model
 from .specs import (
     LENS,
     PROBE,
@@ -27,7 +29,16 @@ from .specs import (
     values_by_name,
 )
 
-__all__ = ["Request", "add_interventions", "add_sampling", "bound_block", "prompt_of", "request_of", "specs_of"]
+__all__ = [
+    "Request",
+    "add_interventions",
+    "add_request",
+    "add_sampling",
+    "bound_block",
+    "prompt_of",
+    "request_of",
+    "specs_of",
+]
 
 #: How many tokens are sampled at most by default.
 MAX_TOKENS = 256
@@ -42,6 +53,7 @@ class Request(NamedTuple):
     options: list[str]
     live: dict[str, Any]
     sampling: dict[str, Any]
+    conversation: Conversation = Conversation([], {})
 
     @property
     def saves(self) -> bool:
@@ -51,7 +63,7 @@ class Request(NamedTuple):
     def arguments(self, context: int) -> dict[str, Any]:
         """The keyword arguments of `Client.trace`, for a model whose context has this many tokens."""
         found: dict[str, Any] = {"block": self.block, "interventions": self.interventions}
-        found |= {"max_tokens": min(MAX_TOKENS, context // 2), **self.sampling}
+        found |= {"max_tokens": min(MAX_TOKENS, context // 2), **self.sampling, **self.conversation.options}
         if self.live:
             found["live"] = self.live
         if any(isinstance(one, LogitLens) for one in self.interventions):
@@ -74,6 +86,14 @@ class Request(NamedTuple):
                 if error.field.startswith(f"interventions[{number}]"):
                     raise UsageError(f"{option}: {error.message}") from error
             raise
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add the model and all options of a trace: interventions, sampling, and those of a chat."""
+    add_model(parser)
+    add_interventions(parser)
+    add_sampling(parser)
+    add_chat_options(parser)
 
 
 def add_interventions(parser: argparse.ArgumentParser, *, block: bool = True) -> None:
@@ -138,8 +158,8 @@ def bound_block(options: argparse.Namespace) -> Intervention | None:
         raise UsageError(f"--set: {error}") from None
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """The request of the options of `add_interventions` and `add_sampling`.
+def request_of(options: argparse.Namespace, *, chats: bool) -> Request:
+    """The request of the options of `add_request`. `chats` is whether it is one of a chat.
 
     Raises:
         UsageError: an option is wrong.
@@ -153,7 +173,8 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.ignore_eos:
         sampling["ignore_eos"] = True
     sampling |= values_by_name(options.sampling)
-    return Request(block, found.interventions, found.options, found.live, sampling)
+    conversation = conversation_of(options, chats=chats)
+    return Request(block, found.interventions, found.options, found.live, sampling, conversation)
 
 
 def prompt_of(text: str) -> str:

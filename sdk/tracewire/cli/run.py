@@ -17,7 +17,7 @@ from tracewire.traces.trace import Trace
 from .commands import add_command
 from .presenters import Presenter, presenter
 from .printing import print_json_line, remark
-from .requests import add_interventions, add_sampling, prompt_of, request_of
+from .requests import add_request, prompt_of, request_of
 
 __all__ = ["add_run", "shown_trace", "succeeded"]
 
@@ -39,25 +39,29 @@ def add_run(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
             "tracewire run demo 'def parse(text):' --max-tokens 64",
             "tracewire run demo 'This' --steer 'residual(4)@direction.npy*8' --probe 'norm=residual(4),reduce=norm'",
             "tracewire run demo 'import os' --block probes.py::watch --set layer=3 --json",
+            "tracewire run MODEL 'What is 2 + 3?' --chat --tools tools.json --template enable_thinking=false",
         ),
         json="each event as a JSON object on a line; the first has the trace's id",
     )
-    run.add_argument("model", metavar="MODEL", help="the model's name (tracewire models lists them)")
+    add_request(run)
     run.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    add_interventions(run)
-    add_sampling(run)
+    what = "send the prompt as a user's message, which the model's chat template renders"
+    run.add_argument("--chat", action="store_true", help=what)
     what = "submit the trace, print its id, and leave it running (tracewire watch ID follows it)"
     run.add_argument("--detach", action="store_true", help=what)
 
 
 async def _run(options: argparse.Namespace) -> int:
-    request = request_of(options)
-    prompt = prompt_of(options.prompt)
+    request = request_of(options, chats=options.chat)
+    text = prompt_of(options.prompt)
+    given: dict[str, Any] = {"prompt": text}
+    if options.chat:
+        given = {"messages": [*request.conversation.messages, {"role": "user", "content": text}]}
     async with connect(options.url, prefix=options.prefix) as client:
         model = await client.models.get(options.model)
         with request.refusals():
             arguments = request.arguments(model.info.max_model_len)
-            trace = client.trace(model, prompt, detach=options.detach, **arguments)
+            trace = client.trace(model, **given, detach=options.detach, **arguments)
             await trace.start()
         if options.detach:
             if options.json:

@@ -15,6 +15,7 @@ from tracewire_bus.transport.urls import redacted
 from .commands import UsageError, add_command
 from .fleet import Fleet
 from .keys import one_key_at_a_time, read_keys
+from .model_names import add_model
 from .printing import no_engines, print_json_line, print_rows, rich_terminal
 from .top_screen import TopScreen
 
@@ -35,7 +36,7 @@ def add_top(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
         examples=("tracewire top", "tracewire top --json --count 1"),
         json="an object on a line for each look: time, engines, traces",
     )
-    top.add_argument("--model", metavar="MODEL", help="only this model's engines and traces")
+    add_model(top, "--model", help="only this model's engines and traces")
     what = "seconds between two looks at the lists of engines and traces (default: 1)"
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help=what)
     what = "without a terminal, or with --json: end after N looks (default: 1; with --json any number)"

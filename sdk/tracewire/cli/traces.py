@@ -14,6 +14,7 @@ from tracewire.traces.output import Final
 
 from .commands import UsageError, add_command
 from .format import event_line, lifecycle_line
+from .model_names import add_model
 from .presenters import JsonLines
 from .printing import print_json_line
 
@@ -32,7 +33,7 @@ def add_watch(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None
         json="each event as a JSON object on a line",
     )
     watch.add_argument("trace", metavar="TRACE", nargs="?", help="the trace's id")
-    watch.add_argument("--model", metavar="MODEL", help="without TRACE: only events of this model's traces")
+    add_model(watch, "--model", help="without TRACE: only events of this model's traces")
     watch.add_argument("--names", nargs="+", metavar="NAME", help="with TRACE: show only these saved names")
     watch.add_argument(
         "--since",

@@ -18,10 +18,11 @@ from tracewire.traces.output import (
     Waiting,
 )
 
+from .chat_options import text_of
 from .format import failure_text
 from .readings import Readings
 
-__all__ = ["TraceView", "text_of"]
+__all__ = ["TraceView"]
 
 
 class TraceView:
@@ -106,7 +107,8 @@ class TraceView:
 
     def _output(self, event: Output) -> None:
         key = event.invoke, event.choice
-        self.texts[key] = self.texts.get(key, "") + text_of(event)
+        before = self.texts.get(key, "")
+        self.texts[key] = before + text_of(event, begun=bool(before))
         self._counts[key] = event.index + len(event.token_ids)
         self._last = event.time, self.tokens
         if not self._first[0]:
@@ -130,10 +132,3 @@ class TraceView:
                 self._counts[choice.invoke, choice.choice] = len(choice.token_ids)
                 if (choice.invoke, choice.choice) == (0, 0):
                     self.readings.feed(choice.saves)
-
-
-def text_of(event: Output) -> str:
-    """The text that an output adds: of a chat, what it adds to the message's reasoning and content."""
-    if event.message is None:
-        return event.text
-    return f"{event.message.reasoning or ''}{event.message.content or ''}"

@@ -251,9 +251,9 @@ class Trace(EventStream[Item]):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _keep_no_contents(self) -> None:
-        """Leave tokens, text and saves to the reader: `state`, `result` and the results of errors have none.
+        """Keep no tokens, text and saves: `state`, `result` and the results of errors have none.
 
-        For a reader that passes the items on, as the gateway does. It must be called before the trace is read.
+        For a caller that passes the items on, as the gateway does. The caller calls it before it reads the trace.
         """
         self._fold = Fold(contents=False)
 

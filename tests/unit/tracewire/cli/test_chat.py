@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ import pytest
 from tests.support.bus_engine import Stage
 from tests.support.cli import command, steered_story
 from tests.support.terminal import on_terminal, snapshot_of
-from tracewire_bus.wire.messages import ChatMessage, Failure
+from tracewire_bus.wire.messages import (
+    ChatMessage,
+    Failure,
+    MessageDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 
 
 async def polite(stage: Stage) -> None:
@@ -88,6 +95,56 @@ async def test_json_and_live_parameters(
     assert "no live parameter 'beta'" in shown.err
     assert "expected NAME=VALUE" in shown.err
     assert "unknown command /nothing" in shown.err
+
+
+async def calling(stage: Stage) -> None:
+    """Calls two functions, and adds their results up."""
+    chat = stage.submission.invokes[0].chat
+    assert chat is not None
+    results = [message["content"] for message in chat.messages if message["role"] == "tool"]
+    await stage.accept()
+    if "fail" in results:
+        await stage.final("failed", Failure(type="ValueError", message="no"))
+        return
+    if results:
+        delta, whole = MessageDelta(content="+".join(results)), ChatMessage(content="+".join(results))
+    else:
+        calls = [ToolCall(id=f"c{number}", name="get", arguments=f'{{"n": {number}}}') for number in (1, 2)]
+        deltas = [
+            ToolCallDelta(index=number, id=call.id, name=call.name, arguments=call.arguments)
+            for number, call in enumerate(calls)
+        ]
+        delta, whole = MessageDelta(content="Wait.", tool_calls=deltas), ChatMessage(content="Wait.", tool_calls=calls)
+    await stage.output("raw", message=delta, finish_reason="stop")
+    await stage.final(messages=[(0, 0, whole)])
+
+
+async def test_functions_that_an_answer_calls(
+    engine: Callable[..., Any],
+    where: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    monkeypatch.setattr("sys.stdin", io.StringIO("add\n7\nfail\n8\n"))
+    async with engine(calling) as serving:
+        asked = ("--tools", str(tmp_path / "tools.json"), "--template", "thinking=false")
+        # An answer fails, and the last line may be given again.
+        assert await command("chat", "tiny", *asked, *where) == 1
+        first, _, last = (one.invokes[0].chat for one in serving.taken)
+    assert (first.tools, first.template_kwargs) == (tools, {"thinking": False})
+    user, answer, *results = last.messages
+    assert (user["content"], answer["role"], answer["content"]) == ("add", "assistant", "Wait.")
+    assert [call["function"] for call in answer["tool_calls"]] == [
+        {"name": "get", "arguments": f'{{"n": {number}}}'} for number in (1, 2)
+    ]
+    assert results == [
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+        {"role": "tool", "tool_call_id": "c2", "content": "8"},
+    ]
+    assert capsys.readouterr().out == 'Wait.\n-> get {"n": 1}\n-> get {"n": 2}\n7+8\n'
 
 
 async def test_a_terminal(engine: Callable[..., Any], redis_url: str, prefix: str) -> None:

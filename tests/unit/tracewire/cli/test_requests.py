@@ -10,7 +10,8 @@ import pytest
 
 from tracewire import TraceRejected
 from tracewire.cli.commands import Parser, UsageError
-from tracewire.cli.requests import Request, add_interventions, add_sampling, request_of
+from tracewire.cli.requests import Request, add_request
+from tracewire.cli.requests import request_of as asked
 
 
 @pytest.fixture
@@ -26,9 +27,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = Parser(prog="tracewire")
-    add_interventions(parser)
-    add_sampling(parser)
-    return parser.parse_args(words)
+    add_request(parser)
+    return parser.parse_args(("tiny", *words))
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    return asked(options, chats=False)
 
 
 def test_nothing_is_asked_for_by_default() -> None:
@@ -69,3 +73,12 @@ def test_a_refusal_names_the_option() -> None:
         raise TraceRejected("interventions[1].at", "no such layer")
     with pytest.raises(TraceRejected), request.refusals():
         raise TraceRejected("prompt", "too long")
+
+
+def test_options_of_a_chat() -> None:
+    options = parsed("--system", "Be brief.", "--template", "thinking=false")
+    request = asked(options, chats=True)
+    assert request.conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert request.arguments(100)["chat_template_kwargs"] == {"thinking": False}
+    with pytest.raises(UsageError, match="--system is an option of a chat: give --chat"):
+        request_of(options)

@@ -232,3 +232,16 @@ async def test_ctrl_c_cancels_the_trace(
         *_, final = [event async for event in client.subscribe(listed.trace_id)]
     assert isinstance(final, tracewire.Final)
     assert final.status == "cancelled"
+
+
+async def test_a_prompt_as_a_chat_s_message(
+    engine: Callable[..., Any], where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engine(story) as serving:
+        assert await command("run", "tiny", "hello", "--chat", "--system", "Be brief.", *where) == 0
+        assert await command("run", "tiny", "hello", "--system", "Be brief.", *where) == 2
+        (chat,) = (one.invokes[0].chat for one in serving.taken)
+    assert [(one["role"], one["content"]) for one in chat.messages] == [("system", "Be brief."), ("user", "hello")]
+    shown = capsys.readouterr()
+    assert shown.out == TEXT
+    assert "--system is an option of a chat: give --chat" in shown.err
