@@ -33,7 +33,7 @@ compose() {
 # The folder is closed to other users of the host. The files are not: users of the containers read them.
 make_secrets() {
     mkdir -p -m 700 $secrets
-    for user in engine controller editor consumer admin; do
+    for user in $(sed -n 's/^user tracewire-\([a-z]*\) .*/\1/p' deploy/redis/users.acl) admin; do
         [ -s $secrets/$user ] || openssl rand -hex 24 > $secrets/$user
     done
     if [ ! -s $secrets/gateway-key ]; then

@@ -18,9 +18,11 @@ install -m 755 redis/start.sh /opt/tracewire/redis/
 install -m 644 redis/users.acl /opt/tracewire/redis/
 install -m 644 systemd/*.service /etc/systemd/system/
 
-mkdir -p "$etc/secrets"
-for user in engine controller editor consumer admin; do
+install -d -m 750 -g tracewire-redis "$etc/secrets"
+for user in $(sed -n 's/^user tracewire-\([a-z]*\) .*/\1/p' redis/users.acl) admin; do
     [ -s "$etc/secrets/$user" ] || openssl rand -hex 24 > "$etc/secrets/$user"
+    chgrp tracewire-redis "$etc/secrets/$user"
+    chmod 640 "$etc/secrets/$user"
 done
 [ -e "$etc/engine-demo.env" ] || cat > "$etc/engine-demo.env" << END
 MODEL=demo
@@ -33,7 +35,7 @@ END
 if [ ! -e "$etc/gateway-keys.toml" ]; then
     made=$("$tracewire" gateway --new-key this-host)
     # The first line is a comment with the key; the rest is the entry, which has its SHA-256 only.
-    echo "$made" | sed -n '1s/.*: //p' > "$etc/secrets/gateway-key"
+    echo "$made" | sed -n '1s/.*: //p' > "$etc/gateway-key"
     echo "$made" | sed '1d' > "$etc/gateway-keys.toml"
     chgrp tracewire "$etc/gateway-keys.toml"
     chmod 640 "$etc/gateway-keys.toml"

@@ -17,6 +17,9 @@ _CHAT = "tests/examples/test_chat_backend.py::test_the_requests_of_its_page"
 _CLI = "tests/unit/tracewire/cli/test_"
 _OPERATORS = "tests/e2e/parallel/test_deployment.py::test_what_the_documentation_tells_operators_to_type"
 
+_ONE_MACHINE = "tests/e2e/deployment/test_containers.py::test_one_machine_serves_traces_to_clients_outside"
+_HOST = "tests/e2e/deployment/test_containers.py::test_the_units_run_on_a_host_of_systemd"
+
 #: The start of a command, and the test that runs it: with these options, or in small. The longest start counts.
 RUN_BY = {
     "make demo": (
@@ -79,11 +82,17 @@ RUN_BY = {
     "tracewire ready": _OPERATORS,
     "tracewire drain ENGINE --timeout": _OPERATORS,
     "tracewire drain ENGINE": _CLI + "engines.py::test_the_command_lists_probes_and_drains",
+    "deploy/one_machine.sh": _ONE_MACHINE,
+    'curl -H "Authorization: Bearer $(cat deploy/secrets/gateway-key)"': _ONE_MACHINE,
+    "deploy/debian/images.sh": _ONE_MACHINE,
+    "deploy/systemd/install.sh": _HOST,
+    "systemctl enable --now tracewire-redis": _HOST,
     "python -m pytest tests/": "",  # tests, each by itself
 }
 
 _GPU = "needs a GPU"
-_CONTAINERS = "needs container images; tests/e2e/parallel/test_deployment.py runs the manifests' own commands"
+_CONTAINERS = "needs Docker; tests/e2e/deployment/test_containers.py does the same with podman"
+_UNITS = "is done by the image of a host in tests/e2e/deployment/test_containers.py"
 _CLUSTER = "needs a Kubernetes cluster; tests/e2e/parallel/test_deployment.py checks the manifests"
 
 #: The start of a command that no test runs, and the reason. The longest start counts, of these and of those above.
@@ -101,9 +110,10 @@ RUN_BY_NONE = {
     "python -m tests.faults.harness --recovery": (
         "measures for minutes, with leases as by default; tests/faults/test_harness.py runs the same faults"
     ),
-    "mkdir -p deploy/secrets": _CONTAINERS,
-    "for user in engine controller": _CONTAINERS,
     "docker": _CONTAINERS,
+    "apt-get install -y openssl redis-server": _UNITS,
+    "python3 -m venv /opt/tracewire/venv": _UNITS,
+    "/opt/tracewire/venv/bin/pip install": _GPU,
     "kubectl": _CLUSTER,
     'echo "--from-literal=': _CLUSTER,
     "cd deploy && kustomize": _CLUSTER,
