@@ -32,6 +32,7 @@ from tracewire_engine.protocol.keys import (
     RESULT_ARG,
     RUN_ARG,
     SHARED_ARG,
+    TRACE_ARG,
 )
 from tracewire_engine.protocol.messages import Changes, Report
 
@@ -71,6 +72,12 @@ class ServedModel(Protocol):
     loras: Sequence[Any]
     #: The locations that are served in CUDA graphs, if there are any.
     taps: Sequence[str]
+
+
+def _choices(invoke: Invoke) -> int:
+    """How many choices vLLM generates for an invoke."""
+    n = invoke.sampling.get("n")
+    return n if isinstance(n, int) else 1
 
 
 class _VllmOutputs:
@@ -236,6 +243,8 @@ class VllmEngine:
         tells_end = stops and (block is not None or edits is not None)
         if tells_end:
             extra_args[END_ARG] = True
+        if block is not None or edits is not None:
+            extra_args[TRACE_ARG] = run, sum(_choices(one) for one in submission.invokes)
         if extra_args:
             if submission.live != _NONE_LIVE:
                 extra_args[LIVE_ARG], extra_args[RUN_ARG] = submission.live, run

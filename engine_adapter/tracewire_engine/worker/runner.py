@@ -61,6 +61,7 @@ from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState
 from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
+from .block_host.setup import hosted_blocks
 from .deferred_report import DeferredReport
 from .finishing import RequestFinisher
 from .kv_offload import KVBlocks, PreemptedKVCache
@@ -104,6 +105,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_preempted: PreemptedKVCache | None = None
         self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
+        self.tracewire_hosts = self.nnsight_model.interleaver.hosts = self.nnsight_requests.hosts = hosted_blocks(self)
 
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
         """Extend nnsight's model of vLLM's module: the residual stream, the interleaver and the batcher."""
@@ -274,10 +276,24 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # A request that failed on arrival was registered, so that it is reported.
                 tokens = scheduler_output.num_scheduled_tokens
                 book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
+        self._begin_hosted(scheduler_output.num_scheduled_tokens)
         self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
         if self.tracewire_pipeline is not None:
             self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
         return corrections
+
+    def _begin_hosted(self, scheduled: dict[str, int]) -> None:
+        """Begin a step of the blocks that run in hosts."""
+        hosts = self.tracewire_hosts
+        if hosts is not None:
+
+            def index_of(request_id: str) -> int:
+                state: Any = self.requests[request_id]
+                index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
+                return index
+
+            if hosts.begin(scheduled, self.input_batch.req_ids, index_of):
+                self.nnsight_model.interleaver.busy = True
 
     def _begin_shared(self, pipeline: Pipeline, scheduled: dict[str, int]) -> None:
         """Begin a step: note the blocks that exchange logs with other pipeline stages in it."""
@@ -312,6 +328,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.nnsight_requests.record_saves()
         else:
             output = super().sample_tokens(*args, **kwargs)
+        if stepped and self.tracewire_hosts is not None:
+            self.tracewire_hosts.end()
         pipeline = self.tracewire_pipeline
         if stepped and pipeline is None and self.tracewire_reporter.link is not None:
             if self.tracewire_traced_step or self.tracewire_reporter.pending():
@@ -331,6 +349,12 @@ class TracewireRunner(NNsightGPUModelRunner):
         phases = self.tracewire_phases
         if not interleaver.parked.isdisjoint(phases):
             return False
+        hosts = self.tracewire_hosts
+        if hosts is not None and hosts.active:
+            if any(map(hosts.wants, phases)):
+                return False
+            for location in phases:
+                hosts.passed(location)
         for location in phases:
             interleaver.counts[location] = interleaver.counts.get(location, 0) + 1
         return True
@@ -347,7 +371,12 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # A mediator of nnsight has no `asked_samples`.
                 asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
                 # Blocks get a copy: they may keep it and write to it later, when the model uses the original.
-                served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
+                hosted = self.tracewire_hosts is not None and self.tracewire_hosts.wants(SAMPLES)
+                copied = drawn.clone() if asked or hosted else drawn
+                served = type(self.nnsight_model).samples.provide(self.nnsight_model, copied)
+                if hosted:
+                    size = self.model_config.get_vocab_size()
+                    drawn = torch.where(((served >= 0) & (served < size)).all(-1, keepdim=True), served, drawn)
                 output.sampled_token_ids = (
                     _in_vocabulary(served.clone(), drawn, asked, self.model_config.get_vocab_size()) if asked else drawn
                 )
@@ -433,6 +462,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         """Take changes of live parameters, which take effect with the next step. Called by RPC, between two steps."""
         for name in self.nnsight_requests.live.steer(changes):
             self.nnsight_requests.shared_runs.forget(name)
+        if self.tracewire_hosts is not None:
+            self.tracewire_hosts.steer(changes)
 
     @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
@@ -441,6 +472,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         Called by RPC, between two steps.
         """
         requests = self.nnsight_requests
+        if self.tracewire_hosts is not None and self.tracewire_hosts.take_result(generated):
+            return
         name, waiting = requests.results.take(generated)
         # In inference mode, as in vLLM's steps: the blocks may change tensors in place that they read there.
         for request, progress in waiting:
@@ -469,6 +502,7 @@ class TracewireRunner(NNsightGPUModelRunner):
             book.runs,
             self.tracewire_preempted or (),
             ranks,
+            self.tracewire_hosts or (),
         )
         most = max(map(len, (*held, book.shared_runs.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)

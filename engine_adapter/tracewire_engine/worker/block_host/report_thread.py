@@ -1,0 +1,211 @@
+"""Passes on what hosts report, on a thread, so that the model waits for no report.
+
+The thread sends the adapter the saves of each step as they come. If a host has ended, the thread first passes on all
+that the host has still reported, and then ends the trace's requests with the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.blob_receiver import BlobChunk
+from tracewire_engine.link.host_channel import ChannelClosed
+from tracewire_engine.link.step_link import LinkSender
+from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
+from tracewire_engine.protocol.block_host import Report as HostReport
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+
+from .hosted_trace import HostedTrace
+
+if TYPE_CHECKING:
+    from tracewire_engine.worker.blob_sender import BlobSender
+
+__all__ = ["ReportThread"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_reports = msgspec.msgpack.Decoder(HostReport)
+
+_NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
+
+
+class ReportThread:
+    """Passes on the reports of all hosts.
+
+    Args:
+        address: of the adapter's link; empty for a worker that reports nothing.
+        blobs: sends large arrays.
+    """
+
+    def __init__(self, address: str, blobs: BlobSender | None) -> None:
+        self._address, self._blobs = address, blobs
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._traces: dict[int, HostedTrace] = {}
+        self._large: set[str] = set()
+        self._lost: set[str] = set()
+        #: Signals that a host has read more of its rows.
+        self.returned = threading.Condition()
+        threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
+
+    def watch(self, trace: HostedTrace) -> None:
+        """Pass on what the trace's host reports from now on."""
+        self._do(lambda: self._watch(trace))
+
+    def lose(self, trace: HostedTrace) -> None:
+        """End the requests of a trace whose host has ended, with the trace's `failure`."""
+        self._do(lambda: self._lose(trace))
+
+    def finish(self, trace: HostedTrace, request_id: str) -> None:
+        """Report the end of a request, if the trace's host has ended before it could."""
+        self._do(lambda: self._finish(trace, request_id))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        os.eventfd_write(self._wake, 1)
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._link = LinkSender(self._address) if self._address else None
+        while True:
+            for descriptor, events in self._poll.poll():
+                try:
+                    if descriptor == self._wake:
+                        self._work()
+                    elif (trace := self._traces.get(descriptor)) is not None:
+                        self._read(trace, events)
+                except Exception:  # it serves all traces
+                    logger.exception("a report of a host of blocks could not be passed on")
+
+    def _work(self) -> None:
+        os.eventfd_read(self._wake)
+        while not self._jobs.empty():
+            self._jobs.get()()
+
+    def _watch(self, trace: HostedTrace) -> None:
+        descriptor = trace.host.reports.fileno()
+        self._traces[descriptor] = trace
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _forget(self, trace: HostedTrace) -> None:
+        for descriptor, one in list(self._traces.items()):
+            if one is trace:
+                del self._traces[descriptor]
+                self._poll.unregister(descriptor)
+
+    def _read(self, trace: HostedTrace, events: int) -> None:
+        try:
+            if events & ~select.POLLIN or trace.calls.unsent:
+                trace.calls.flush()
+            for message in trace.host.reports.arrived():
+                self._pass_on(trace, _reports.decode(message))
+        except (ChannelClosed, msgspec.DecodeError) as error:
+            if trace.failure is None:
+                trace.failure = lost(f"{error}" if isinstance(error, msgspec.DecodeError) else "")
+            self._lose(trace)
+
+    def _pass_on(self, trace: HostedTrace, report: HostReport) -> None:
+        if isinstance(report, Reported):
+            steps = [step for step in report.steps if self._is_step_of(trace, step)]
+            finishes = [finish for finish in report.finishes if self._is_finish_of(trace, finish)]
+            if report.mark:
+                with self.returned:
+                    trace.host.given.returned = max(trace.host.given.returned, report.mark)
+                    self.returned.notify_all()
+            if steps or finishes:
+                self._send(trace, Report(time=time.time(), steps=steps, finishes=finishes))
+            if trace.finished == trace.choices and all(one.over for one in trace.requests.values()):
+                self._close(trace)
+        elif isinstance(report, Chunk):
+            self._large.add(trace.name)
+            if self._blobs is not None:
+                chunk = BlobChunk(report.request, report.blob, report.number)
+                self._blobs.relay((trace.name, 0), chunk, report.data)
+        elif isinstance(report, Ready):
+            for missing in report.missing:
+                logger.warning("a host of blocks is less confined than it could be: %s", missing)
+        elif isinstance(report, Broken):
+            trace.failure = trace.failure or lost(report.message)
+
+    def _is_step_of(self, trace: HostedTrace, step: StepRecord) -> bool:
+        for one in trace.requests.values():
+            if (one.request, one.choice) == (step.request, step.choice):
+                one.index, one.steps = step.index, one.steps + 1
+                one.ended = one.ended or bool(step.ended)
+                return True
+        return step.request == trace.name
+
+    def _is_finish_of(self, trace: HostedTrace, finish: FinishRecord) -> bool:
+        for one in trace.requests.values():
+            if (one.request, one.choice) == (finish.request, finish.choice):
+                one.over = True
+                trace.finished += 1
+                return True
+        return finish.request == trace.name
+
+    def _send(self, trace: HostedTrace, report: Report) -> None:
+        if trace.name in self._large and self._blobs is not None:
+            self._blobs.relay((trace.name, 0), report)
+        elif self._link is not None:
+            self._link.send(report)
+
+    def _lose(self, trace: HostedTrace) -> None:
+        if trace.name in self._lost:
+            return
+        self._lost.add(trace.name)
+        try:
+            while messages := trace.host.reports.arrived():
+                for message in messages:
+                    self._pass_on(trace, _reports.decode(message))
+        except (ChannelClosed, msgspec.DecodeError):
+            pass
+        steps = []
+        for one in trace.requests.values():
+            if not one.ended and not one.over:
+                one.ended, one.index, one.steps = True, one.index + 1, one.steps + 1
+                steps.append(StepRecord(one.request, one.choice, one.index, _NO_DELTAS, "error"))
+        if steps:
+            self._send(trace, Report(time=time.time(), steps=steps))
+        with self.returned:
+            self.returned.notify_all()
+        self._forget(trace)
+        trace.host.kill()
+
+    def _finish(self, trace: HostedTrace, request_id: str) -> None:
+        if trace.name not in self._lost:
+            return
+        one = trace.requests[request_id]
+        if one.over:
+            return
+        one.over = True
+        trace.finished += 1
+        record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=trace.failure, steps=one.steps)
+        record.tokens = one.index + 1
+        self._send(trace, Report(time=time.time(), finishes=[record]))
+        if trace.finished == trace.choices:
+            self._close(trace)
+
+    def _close(self, trace: HostedTrace) -> None:
+        self._forget(trace)
+        self._lost.discard(trace.name)
+        self._large.discard(trace.name)
+        trace.host.close()
+
+
+def lost(why: str) -> Failure:
+    """The error of a trace whose host has ended."""
+    message = "the process that ran this trace's blocks has ended"
+    return Failure(type="BlockHostLost", message=f"{message}: {why}" if why else message, field="block")

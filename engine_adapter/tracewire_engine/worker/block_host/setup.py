@@ -1,0 +1,73 @@
+"""Prepares a worker to run blocks in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from typing import Any
+
+import torch
+
+from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
+from tracewire_engine.protocol.keys import BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
+
+from .hosted_blocks import HostedBlocks
+from .pool import HostPool
+from .reading import ModelPaths
+from .report_thread import ReportThread
+
+__all__ = ["hosted_blocks", "outline_of"]
+
+#: Folders that a host may read: libraries, and what the kernel says of the host itself.
+_READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/proc/self", "/dev/null", "/dev/urandom")
+
+
+def outline_of(model: torch.nn.Module) -> list[ModuleOutline]:
+    """The modules of a model as hosts see them, each behind the module that holds it."""
+    first: dict[int, str] = {}
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        outline = ModuleOutline(path, type(module).__name__, _kind(module), _extra(module))
+        if first.setdefault(id(module), path) != path:
+            outline.same = first[id(module)]
+        found.append(outline)
+    return found
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return "list" if isinstance(module, torch.nn.ModuleList) else ""
+
+
+def _extra(module: torch.nn.Module) -> str:
+    try:
+        return str(module.extra_repr())[:1000]
+    except Exception:  # of a module that cannot describe itself
+        return ""
+
+
+def hosted_blocks(runner: Any) -> HostedBlocks | None:
+    """The hosts of a worker's blocks; `None` if blocks run in the worker."""
+    config = runner.vllm_config.additional_config
+    if config.get(BLOCKS) != "host":
+        return None
+    model = runner.nnsight_model
+    interleaver = model.interleaver
+    settings = HostSettings(
+        modules=outline_of(runner.get_model()),
+        layers=model.__dict__["_tracewire_layers"],
+        sums=model.__dict__["_tracewire_sums"],
+        taps=sorted(interleaver.taps),
+        encoders=list(interleaver.encoders),
+        vocabulary=runner.model_config.get_vocab_size(),
+        threads=torch.get_num_threads(),
+        block_timeout=config.get(BLOCK_TIMEOUT, 0.0),
+        blob_threshold=config.get(BLOB_THRESHOLD, 0),
+        readable=sorted({*_READABLE, *filter(None, sys.path), *sysconfig.get_paths().values(), sys.prefix}),
+    )
+    reporter = runner.tracewire_reporter
+    address = config.get(LINK_ADDRESS) or ""
+    reports = ReportThread(address if reporter.link is not None else "", reporter.blobs)
+    pool = HostPool(settings)
+    pool.ahead()
+    paths = ModelPaths(settings.modules, settings.layers)
+    return HostedBlocks(model, paths, pool, reports, config.get(BLOCK_STEP, 5.0))
