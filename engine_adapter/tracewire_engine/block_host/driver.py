@@ -69,13 +69,11 @@ class _Link:
             self._unsent.steps += report.steps
             self._unsent.finishes += report.finishes
 
-    def flush(self, mark: int | None = None) -> None:
-        """Send what is to be reported; with `mark`, say how far this process has read the worker's values."""
-        unsent = self._unsent
-        if unsent.steps or unsent.finishes or mark is not None:
-            self._unsent = Reported()
-            unsent.mark = mark or 0
-            self._channel.send(_encode(unsent))
+    def flush(self, turns: int, mark: int) -> None:
+        """Send what is to be reported, and how far this process is (see `Reported`)."""
+        unsent, self._unsent = self._unsent, Reported()
+        unsent.turns, unsent.mark = turns, mark
+        self._channel.send(_encode(unsent))
 
     def chunk(self, request: str, blob: str, number: int, data: memoryview) -> None:
         """Send a piece of a large array."""
@@ -125,6 +123,7 @@ class Driver:
     def __init__(
         self, settings: HostSettings, calls: HostChannel, reports: HostChannel, given: RowMemory, returned: RowMemory
     ) -> None:
+        self._settings, self._mark = settings, 0
         self._calls, self._given, self._returned = calls, given, returned
         self._link = _Link(reports)
         self._reports = reports
@@ -136,11 +135,18 @@ class Driver:
     @torch.inference_mode()
     def run(self) -> None:
         """Take turns until the worker closes the connection."""
+        settings, turns = self._settings, 0
+        limit = _limit(settings, waits=False)
         while True:
             try:
                 turn = _turns.decode(self._calls.receive())
             except ChannelClosed:
                 return
+            turns += 1
+            wanted = _limit(settings, waits=turn.waits)
+            if wanted != limit:
+                limit = wanted
+                time_limit.limit_turns(limit)
             self._names += turn.names
             reply = Reply()
             for event in turn.events:
@@ -152,6 +158,7 @@ class Driver:
                 session = self._session
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
                 self._calls.send(_encode(reply))
+            self._link.flush(turns, self._mark)
 
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:
@@ -167,17 +174,15 @@ class Driver:
         elif isinstance(event, Ended):
             self._count(event.passed)
             session.end()
-            self._link.flush(event.mark)
+            self._mark = event.mark
         elif isinstance(event, Began):
             session.begin(event)
         elif isinstance(event, Finished):
             session.finish(event)
-            self._link.flush()
         elif isinstance(event, Steered):
             session.steer(event.changes)
         elif isinstance(event, Generated):
             session.generated(event.message)
-            self._link.flush()
 
     def _count(self, passed: bytes) -> None:
         if passed:
@@ -235,6 +240,12 @@ class Driver:
                 raise _ERRORS.get(kind, RuntimeError)(message)
             assert answer.value is not None
             return unpack_value(answer.value, lambda _, shape: self._given.read(shape), _other)
+
+
+def _limit(settings: HostSettings, *, waits: bool) -> float:
+    """How long a block may take, in seconds; 0 for any time."""
+    limits = [settings.block_timeout, settings.step_timeout if waits else 0.0]
+    return min((one for one in limits if one), default=0.0)
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -180,10 +180,14 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Reported(msgspec.Struct, array_like=True, tag="reported"):
-    """A host's report: the new saves of a step and the ends of requests. `mark` is that of the step's `Ended`."""
+    """A host's report: the new saves of a step and the ends of requests.
+
+    `turns` says how many turns the host has taken, and `mark` is that of the last `Ended` among them.
+    """
 
     steps: list[StepRecord] = []
     finishes: list[FinishRecord] = []
+    turns: int = 0
     mark: int = 0
 
 
@@ -228,7 +232,8 @@ class ModuleOutline(msgspec.Struct, array_like=True):
 class HostSettings(msgspec.Struct):
     """What a host knows of its engine. The server of hosts is given it once.
 
-    Times are in seconds; 0 sets no limit. `layers` and `sums` are those of `TracedModel`.
+    `block_timeout` is how long a block may take in a step, in seconds (0: any time), and `step_timeout` how long in a
+    turn for which the model waits. `layers` and `sums` are those of `TracedModel`.
     """
 
     modules: list[ModuleOutline]
@@ -239,6 +244,7 @@ class HostSettings(msgspec.Struct):
     vocabulary: int = 0
     threads: int = 1
     block_timeout: float = 10.0
+    step_timeout: float = 4.0
     blob_threshold: int = 0
     memory: int = 4 << 30
     readable: list[str] = []

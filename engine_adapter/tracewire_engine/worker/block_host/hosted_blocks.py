@@ -35,12 +35,17 @@ from tracewire_engine.protocol.messages import EditBlock
 from .hosted_trace import HostedRequest, HostedTrace
 from .pool import HostPool
 from .reading import ModelPaths, reads_of, union
-from .report_thread import ReportThread, lost
+from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
 
 __all__ = ["HostedBlocks"]
 
 logger = logging.getLogger("vllm.tracewire")
+
+_WAITED = "within one step, while every request waited for it"
+
+#: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
+_IDLE_S = 120.0
 
 _block = msgspec.msgpack.Decoder(Block)
 _edits = msgspec.msgpack.Decoder(list[EditBlock])
@@ -71,6 +76,8 @@ class HostedBlocks:
         self._by_request: dict[str, HostedTrace] = {}
         #: The traces of the step, and by location those that want something there.
         self._active: list[HostedTrace] = []
+        #: Traces of which no request is left, although the worker may still see others of theirs.
+        self._idle: dict[str, HostedTrace] = {}
         self._watching: dict[str, list[HostedTrace]] = {}
         #: The locations that the model has passed in the step, by their numbers; and all locations by number.
         self._passed: array[int] = array("H")
@@ -104,6 +111,7 @@ class HostedBlocks:
             self._reports.watch(known)
         else:
             known.join(reads)
+            self._idle.pop(name, None)
         known.requests[request_id] = HostedRequest(request_id, request.engine_id, request.index)
         known.new.append(Arrived(request_id, arguments, list(reserved)))
         self._of[request_id] = self._by_request[request.engine_id] = known
@@ -131,11 +139,20 @@ class HostedBlocks:
             trace.tell(Finished(request_id, tokens, failure, failed_at))
             self._send(trace)
         self._reports.finish(trace, request_id)
-        if not any(one in self._of for one in trace.requests) and len(trace.requests) >= trace.choices:
-            for one in trace.requests.values():
-                self._by_request.pop(one.request, None)
-            self.traces.pop(trace.name, None)
+        if not any(one in self._of for one in trace.requests):
+            trace.idle_since = time.monotonic()
+            self._idle[trace.name] = trace
+            if len(trace.requests) >= trace.choices:
+                self._forget(trace)
         return True
+
+    def _forget(self, trace: HostedTrace) -> None:
+        """Drop a trace. Its host ends when it has reported all ends."""
+        for one in trace.requests.values():
+            self._by_request.pop(one.request, None)
+        self.traces.pop(trace.name, None)
+        self._idle.pop(trace.name, None)
+        self._reports.forget(trace)
 
     def steer(self, encoded: bytes) -> None:
         """Tell the hosts that live parameters change, each of its own trace's.
@@ -161,7 +178,7 @@ class HostedBlocks:
         return True
 
     def __len__(self) -> int:
-        return len(self.traces)
+        return len(self.traces.keys() - self._idle.keys())
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -177,6 +194,8 @@ class HostedBlocks:
         self._left_s = self._step_s
         self._rows_by_request = False
         self._passed = array("H")
+        for trace in [one for one in self._idle.values() if time.monotonic() - one.idle_since > _IDLE_S]:
+            self._forget(trace)
         if not self._of:
             return False
         spans: dict[HostedTrace, list[tuple[str, int, int]]] = {}
@@ -273,7 +292,7 @@ class HostedBlocks:
             except NoRoom:
                 left = self._left_s - (time.monotonic() - began)
                 if left <= 0:
-                    self._fail(trace, _too_slow(self._step_s))
+                    self._fail(trace, too_slow(self._step_s, _WAITED))
                 else:
                     with self._reports.returned:
                         self._reports.returned.wait(min(left, 0.05))
@@ -298,7 +317,7 @@ class HostedBlocks:
                 trace.take(reply)
                 replies.append((trace, reply))
             except ChannelTimeout:
-                self._fail(trace, _too_slow(self._step_s))
+                self._fail(trace, too_slow(self._step_s, _WAITED))
             except (ChannelClosed, msgspec.DecodeError, SharedValueError) as error:
                 self._fail(trace, lost("" if isinstance(error, ChannelClosed) else str(error)))
         self._left_s -= time.monotonic() - began
@@ -373,12 +392,3 @@ class HostedBlocks:
 
 def _refuse(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be given to a block in a process of its own (--blocks host)")
-
-
-def _too_slow(seconds: float) -> Failure:
-    return Failure(
-        type="BlockTimeout",
-        message=f"the blocks of a step took longer than {seconds:g} s, while every request waited for them",
-        field="block",
-        builtin="Exception",
-    )

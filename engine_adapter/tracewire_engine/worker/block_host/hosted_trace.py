@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -51,16 +52,20 @@ class HostedTrace:
         #: All requests that the host was told of, by the scheduler's id.
         self.requests: dict[str, HostedRequest] = {}
         self.new: list[Arrived] = []
-        #: How many of its choices are over.
-        self.finished = 0
         self.failure: Failure | None = None
         self.rows: StepRows | None = None
         #: Locations at which the model waits, and how often it passes each before; and those of which rows are sent.
         self.waits: dict[str, int] = {}
         self.observed: frozenset[str] = reads or frozenset()
         self.begins = False
+        self.idle_since = 0.0
+        #: Whether the worker will see no more request of it.
+        self.complete = False
         #: The location that was reached last, until the host has answered.
         self.shared: SharedRows | None = None
+        #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
+        self.turns = self.taken = 0
+        self.owes_since = 0.0
         self._events: list[Event] = []
         self._names = self._passed = 0
 
@@ -129,7 +134,21 @@ class HostedTrace:
         """
         turn = Turn(self._events, waits, names[self._names :])
         self._events, self._names = [], len(names)
+        if self.turns == self.taken:
+            self.owes_since = time.monotonic()
+        self.turns += 1
         self.calls.send(_encode(turn))
+
+    def took(self, turns: int, mark: int) -> None:
+        """Note how many turns the host has taken, and how many shared bytes it has read."""
+        if self.taken < turns <= self.turns:
+            self.taken, self.owes_since = turns, time.monotonic()
+        given = self.host.given
+        given.returned = max(given.returned, min(mark, given.taken))
+
+    def owes(self, seconds: float) -> bool:
+        """Whether the host has not taken a turn for this long, although it was sent one."""
+        return self.taken < self.turns and time.monotonic() - self.owes_since > seconds
 
     def take(self, reply: Reply) -> None:
         """Take a reply's account of what the blocks wait for."""

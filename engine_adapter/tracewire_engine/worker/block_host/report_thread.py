@@ -20,7 +20,6 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.link.host_channel import ChannelClosed
-from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
@@ -28,6 +27,7 @@ from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from .hosted_trace import HostedTrace
 
 if TYPE_CHECKING:
+    from tracewire_engine.link.step_link import LinkSender
     from tracewire_engine.worker.blob_sender import BlobSender
 
 __all__ = ["ReportThread"]
@@ -36,6 +36,9 @@ logger = logging.getLogger("vllm.tracewire")
 
 _reports = msgspec.msgpack.Decoder(HostReport)
 
+#: How often hosts that are slow are looked for, in milliseconds.
+_LOOK_MS = 500
+
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
@@ -43,12 +46,13 @@ class ReportThread:
     """Passes on the reports of all hosts.
 
     Args:
-        address: of the adapter's link; empty for a worker that reports nothing.
+        connect: makes the thread's own end of the link to the adapter. Called on the thread.
         blobs: sends large arrays.
+        patience_s: how long a host may take for a turn, in seconds; 0 for any time.
     """
 
-    def __init__(self, address: str, blobs: BlobSender | None) -> None:
-        self._address, self._blobs = address, blobs
+    def __init__(self, connect: Callable[[], LinkSender], blobs: BlobSender | None, patience_s: float = 0.0) -> None:
+        self._connect, self._blobs, self._patience_s = connect, blobs, patience_s
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -72,6 +76,10 @@ class ReportThread:
         """Report the end of a request, if the trace's host has ended before it could."""
         self._do(lambda: self._finish(trace, request_id))
 
+    def forget(self, trace: HostedTrace) -> None:
+        """End the host of a trace when all ends of its requests are reported: the worker sees no more of them."""
+        self._do(lambda: self._complete(trace))
+
     def _do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
         os.eventfd_write(self._wake, 1)
@@ -79,9 +87,10 @@ class ReportThread:
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._link = LinkSender(self._address) if self._address else None
+        self._link = self._connect()
         while True:
-            for descriptor, events in self._poll.poll():
+            self._check_patience()
+            for descriptor, events in self._poll.poll(_LOOK_MS if self._traces else None):
                 try:
                     if descriptor == self._wake:
                         self._work()
@@ -89,6 +98,12 @@ class ReportThread:
                         self._read(trace, events)
                 except Exception:  # it serves all traces
                     logger.exception("a report of a host of blocks could not be passed on")
+
+    def _check_patience(self) -> None:
+        for trace in list(self._traces.values()) if self._patience_s else ():
+            if trace.failure is None and trace.owes(self._patience_s):
+                trace.failure = too_slow(self._patience_s, "within one step")
+                self._lose(trace)
 
     def _work(self) -> None:
         os.eventfd_read(self._wake)
@@ -100,7 +115,7 @@ class ReportThread:
         self._traces[descriptor] = trace
         self._poll.register(descriptor, select.POLLIN)
 
-    def _forget(self, trace: HostedTrace) -> None:
+    def _unwatch(self, trace: HostedTrace) -> None:
         for descriptor, one in list(self._traces.items()):
             if one is trace:
                 del self._traces[descriptor]
@@ -121,14 +136,12 @@ class ReportThread:
         if isinstance(report, Reported):
             steps = [step for step in report.steps if self._is_step_of(trace, step)]
             finishes = [finish for finish in report.finishes if self._is_finish_of(trace, finish)]
-            if report.mark:
-                with self.returned:
-                    trace.host.given.returned = max(trace.host.given.returned, report.mark)
-                    self.returned.notify_all()
+            with self.returned:
+                trace.took(report.turns, report.mark)
+                self.returned.notify_all()
             if steps or finishes:
                 self._send(trace, Report(time=time.time(), steps=steps, finishes=finishes))
-            if trace.finished == trace.choices and all(one.over for one in trace.requests.values()):
-                self._close(trace)
+            self._close_if_over(trace)
         elif isinstance(report, Chunk):
             self._large.add(trace.name)
             if self._blobs is not None:
@@ -152,14 +165,13 @@ class ReportThread:
         for one in trace.requests.values():
             if (one.request, one.choice) == (finish.request, finish.choice):
                 one.over = True
-                trace.finished += 1
                 return True
         return finish.request == trace.name
 
     def _send(self, trace: HostedTrace, report: Report) -> None:
         if trace.name in self._large and self._blobs is not None:
             self._blobs.relay((trace.name, 0), report)
-        elif self._link is not None:
+        else:
             self._link.send(report)
 
     def _lose(self, trace: HostedTrace) -> None:
@@ -181,7 +193,7 @@ class ReportThread:
             self._send(trace, Report(time=time.time(), steps=steps))
         with self.returned:
             self.returned.notify_all()
-        self._forget(trace)
+        self._unwatch(trace)
         trace.host.kill()
 
     def _finish(self, trace: HostedTrace, request_id: str) -> None:
@@ -191,18 +203,33 @@ class ReportThread:
         if one.over:
             return
         one.over = True
-        trace.finished += 1
         record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=trace.failure, steps=one.steps)
         record.tokens = one.index + 1
         self._send(trace, Report(time=time.time(), finishes=[record]))
-        if trace.finished == trace.choices:
-            self._close(trace)
+        self._close_if_over(trace)
 
-    def _close(self, trace: HostedTrace) -> None:
-        self._forget(trace)
+    def _complete(self, trace: HostedTrace) -> None:
+        trace.complete = True
+        self._close_if_over(trace)
+
+    def _close_if_over(self, trace: HostedTrace) -> None:
+        if not trace.complete or not all(one.over for one in trace.requests.values()):
+            return
+        self._unwatch(trace)
         self._lost.discard(trace.name)
         self._large.discard(trace.name)
         trace.host.close()
+
+
+def too_slow(seconds: float, how: str) -> Failure:
+    """The error of a trace whose host did not answer in time."""
+    return Failure(
+        type="BlockTimeout",
+        message=f"the block ran for {seconds:g} s {how}; to loop over the steps write `for step in tracer.iter[:]`, "
+        "and leave a loop that is done with `break`",
+        field="block",
+        builtin="Exception",
+    )
 
 
 def lost(why: str) -> Failure:

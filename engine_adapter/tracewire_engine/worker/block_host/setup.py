@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
 from tracewire_engine.protocol.keys import BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
 
@@ -17,6 +18,12 @@ from .reading import ModelPaths
 from .report_thread import ReportThread
 
 __all__ = ["hosted_blocks", "outline_of"]
+
+#: The share of a step's time after which a block is interrupted, before its host is.
+_SHARE = 0.8
+
+#: How much longer than a block a host may take, in seconds: it also reads and encodes what the block has saved.
+_GRACE_S = 5.0
 
 #: Folders that a host may read: libraries, and what the kernel says of the host itself.
 _READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/proc/self", "/dev/null", "/dev/urandom")
@@ -61,13 +68,16 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
         vocabulary=runner.model_config.get_vocab_size(),
         threads=torch.get_num_threads(),
         block_timeout=config.get(BLOCK_TIMEOUT, 0.0),
+        step_timeout=_SHARE * config.get(BLOCK_STEP, 5.0),
         blob_threshold=config.get(BLOB_THRESHOLD, 0),
         readable=sorted({*_READABLE, *filter(None, sys.path), *sysconfig.get_paths().values(), sys.prefix}),
     )
-    reporter = runner.tracewire_reporter
-    address = config.get(LINK_ADDRESS) or ""
-    reports = ReportThread(address if reporter.link is not None else "", reporter.blobs)
+    address: str = config.get(LINK_ADDRESS) or ""
+    timeout, step_s = settings.block_timeout, config.get(BLOCK_STEP, 5.0)
+    # A block that can be interrupted has ended with an error at its own line before.
+    patience_s = timeout + _GRACE_S if timeout else 0.0
+    reports = ReportThread(lambda: LinkSender(address), runner.tracewire_reporter.blobs, patience_s)
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    return HostedBlocks(model, paths, pool, reports, config.get(BLOCK_STEP, 5.0))
+    return HostedBlocks(model, paths, pool, reports, step_s)
