@@ -194,8 +194,8 @@ class HostedBlocks:
         self._left_s = self._step_s
         self._rows_by_request = False
         self._passed = array("H")
-        for trace in [one for one in self._idle.values() if time.monotonic() - one.idle_since > _IDLE_S]:
-            self._forget(trace)
+        for idle in [one for one in self._idle.values() if time.monotonic() - one.idle_since > _IDLE_S]:
+            self._forget(idle)
         if not self._of:
             return False
         spans: dict[HostedTrace, list[tuple[str, int, int]]] = {}
