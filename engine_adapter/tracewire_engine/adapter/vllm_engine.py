@@ -234,6 +234,7 @@ class VllmEngine:
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
+            TRACE_ARG: None if (block, edits) == (None, None) else (run, sum(map(_choices, submission.invokes))),
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         result = block is not None and asks_result(invoke.block or submission.block)
@@ -243,8 +244,6 @@ class VllmEngine:
         tells_end = stops and (block is not None or edits is not None)
         if tells_end:
             extra_args[END_ARG] = True
-        if block is not None or edits is not None:
-            extra_args[TRACE_ARG] = run, sum(_choices(one) for one in submission.invokes)
         if extra_args:
             if submission.live != _NONE_LIVE:
                 extra_args[LIVE_ARG], extra_args[RUN_ARG] = submission.live, run

@@ -195,6 +195,13 @@ class TracedRequests(Requests):
         self.runs[request_id] = run
         return self.live.join(run, packed, request_id, request.engine_id, request.index)
 
+    def steer(self, changes: bytes) -> None:
+        """Take changes of live parameters (`encode_changes`), and forget the runs that are over."""
+        for name in self.live.steer(changes):
+            self.shared_runs.forget(name)
+        if self.hosts is not None:
+            self.hosts.steer(changes)
+
     def leave(self, request_id: str) -> None:
         """Remove a request that is over from its run of live parameters."""
         run = self.runs.pop(request_id, None)

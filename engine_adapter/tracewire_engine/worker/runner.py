@@ -22,6 +22,7 @@ It overrides these methods of vLLM's runner:
 from __future__ import annotations
 
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -61,6 +62,7 @@ from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState
 from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
+from .block_host.hosted_blocks import valid_samples
 from .block_host.setup import hosted_blocks
 from .deferred_report import DeferredReport
 from .finishing import RequestFinisher
@@ -156,7 +158,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         link, blobs = (link_to(address, adapters), BlobSender(address, adapters)) if reports else (None, None)
         requests = self.nnsight_requests
         reporter = self.tracewire_reporter = StepReporter(link, blobs, requests, self._lens)
-        collect = self._collected if check_collect else None
+        collect = partial(_collected, self) if check_collect else None
         self.tracewire_finisher = RequestFinisher(requests, reporter, self.nnsight_model.interleaver, collect)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
@@ -276,24 +278,12 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # A request that failed on arrival was registered, so that it is reported.
                 tokens = scheduler_output.num_scheduled_tokens
                 book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
-        self._begin_hosted(scheduler_output.num_scheduled_tokens)
+        if self.tracewire_hosts is not None and self.tracewire_hosts.begin_for(self, scheduler_output):
+            self.nnsight_model.interleaver.busy = True
         self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
         if self.tracewire_pipeline is not None:
             self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)
         return corrections
-
-    def _begin_hosted(self, scheduled: dict[str, int]) -> None:
-        """Begin a step of the blocks that run in hosts."""
-        hosts = self.tracewire_hosts
-        if hosts is not None:
-
-            def index_of(request_id: str) -> int:
-                state: Any = self.requests[request_id]
-                index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
-                return index
-
-            if hosts.begin(scheduled, self.input_batch.req_ids, index_of):
-                self.nnsight_model.interleaver.busy = True
 
     def _begin_shared(self, pipeline: Pipeline, scheduled: dict[str, int]) -> None:
         """Begin a step: note the blocks that exchange logs with other pipeline stages in it."""
@@ -350,11 +340,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         if not interleaver.parked.isdisjoint(phases):
             return False
         hosts = self.tracewire_hosts
-        if hosts is not None and hosts.active:
-            if any(map(hosts.wants, phases)):
-                return False
-            for location in phases:
-                hosts.passed(location)
+        if hosts is not None and not hosts.pass_by(phases):
+            return False
         for location in phases:
             interleaver.counts[location] = interleaver.counts.get(location, 0) + 1
         return True
@@ -375,8 +362,7 @@ class TracewireRunner(NNsightGPUModelRunner):
                 copied = drawn.clone() if asked or hosted else drawn
                 served = type(self.nnsight_model).samples.provide(self.nnsight_model, copied)
                 if hosted:
-                    size = self.model_config.get_vocab_size()
-                    drawn = torch.where(((served >= 0) & (served < size)).all(-1, keepdim=True), served, drawn)
+                    drawn = valid_samples(served, drawn, self.model_config.get_vocab_size())
                 output.sampled_token_ids = (
                     _in_vocabulary(served.clone(), drawn, asked, self.model_config.get_vocab_size()) if asked else drawn
                 )
@@ -447,23 +433,9 @@ class TracewireRunner(NNsightGPUModelRunner):
             if isinstance(cache, torch.Tensor)
         )
 
-    def _collected(self, request: Request) -> dict[str, Any]:
-        """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
-        # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
-        ids, book = [request.id], self.nnsight_requests.requests
-        book[request.id] = request
-        payload = self.collect_nnsight(ids, ids)
-        book.pop(request.id, None)
-        sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
-        saves: dict[str, Any] = sequences[0]["saves"]
-        return saves
-
     def tracewire_steer(self, changes: bytes) -> None:
         """Take changes of live parameters, which take effect with the next step. Called by RPC, between two steps."""
-        for name in self.nnsight_requests.live.steer(changes):
-            self.nnsight_requests.shared_runs.forget(name)
-        if self.tracewire_hosts is not None:
-            self.tracewire_hosts.steer(changes)
+        self.nnsight_requests.steer(changes)
 
     @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
@@ -506,6 +478,18 @@ class TracewireRunner(NNsightGPUModelRunner):
         )
         most = max(map(len, (*held, book.shared_runs.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)
+
+
+def _collected(runner: Any, request: Request) -> dict[str, Any]:
+    """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
+    # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
+    ids, book = [request.id], runner.nnsight_requests.requests
+    book[request.id] = request
+    payload = runner.collect_nnsight(ids, ids)
+    book.pop(request.id, None)
+    sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
+    saves: dict[str, Any] = sequences[0]["saves"]
+    return saves
 
 
 def _in_vocabulary(served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]], size: int) -> torch.Tensor:

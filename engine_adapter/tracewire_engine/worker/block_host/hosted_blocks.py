@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -38,7 +38,7 @@ from .reading import ModelPaths, reads_of, union
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
 
-__all__ = ["HostedBlocks"]
+__all__ = ["HostedBlocks", "valid_samples"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -222,9 +222,24 @@ class HostedBlocks:
         self._watch()
         return bool(self._active)
 
-    def passed(self, location: str) -> None:
-        """Count a location that no block wants."""
-        self._passed.append(self._number(location))
+    def begin_for(self, runner: Any, scheduler_output: Any) -> bool:
+        """Begin a step of a runner of vLLM. Returns whether blocks in hosts take part in it."""
+        scheduled, states = scheduler_output.num_scheduled_tokens, runner.requests
+
+        def index_of(request_id: str) -> int:
+            state = states[request_id]
+            index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
+            return index
+
+        return self.begin(scheduled, runner.input_batch.req_ids, index_of)
+
+    def pass_by(self, locations: Collection[str]) -> bool:
+        """Count these locations as passed, if no block wants anything there. Returns whether none does."""
+        if any(map(self.wants, locations)):
+            return False
+        if self.active:
+            self._passed.extend(map(self._number, locations))
+        return True
 
     def wants(self, location: str) -> bool:
         """Whether a block in a host wants something at a location in this step."""
@@ -388,6 +403,11 @@ class HostedBlocks:
             return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
         return pack_value(value, write, _refuse)
+
+
+def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:
+    """The token ids `[requests, 1]` that blocks have left, and the drawn ones where those are none of the model's."""
+    return torch.where(((served >= 0) & (served < size)).all(-1, keepdim=True), served, drawn)
 
 
 def _refuse(value: Any) -> Any:
