@@ -152,10 +152,13 @@ class TracedRequests(Requests):
                 continue
             if self.hosts is not None and request.error is None:
                 self._host(data.req_id, request, arguments, names)
+            if self.hosts is not None and request.error is None:
                 continue
             traced = self.traced[data.req_id] = RequestProgress(self.budget)
             traced.tells_end = bool(arguments.get(END_ARG))
             traced.tracker.reserved = frozenset(names)
+            if self.hosts is not None:
+                continue
             if isinstance(request, EditedRequest) and edits is not None:
                 request.take(edits, self.blocks)
             if block is None:
@@ -173,8 +176,12 @@ class TracedRequests(Requests):
         assert self.hosts is not None
         name, choices = arguments.get(TRACE_ARG) or (request.engine_id, 1)
         given = {key: value for key, value in arguments.items() if key in _HOSTED}
-        self.hosts.open(request_id, request, given, (name, choices), names)
-        del self.requests[request_id]
+        try:
+            self.hosts.open(request_id, request, given, (name, choices), names)
+        except OSError as error:
+            request.error = Failure(type="BlockHostLost", message=f"no process for blocks: {error}", field="block")
+        else:
+            del self.requests[request_id]
 
     def _announce(self, request_id: str, ranks: Ranks) -> None:
         """Tell the other ranks if a request could not be taken here, and let its blocks report later failures."""

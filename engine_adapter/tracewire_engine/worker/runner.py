@@ -192,6 +192,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         for run in changed:
             self.tracewire_declared.update_live(run)
         corrections = self._scope_step(scheduler_output)
+        if self.tracewire_hosts is not None and self.tracewire_hosts.begin_for(self, scheduler_output):
+            self.nnsight_model.interleaver.busy = True
         if self.tracewire_preempted:
             cached = scheduler_output.scheduled_cached_reqs
             for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -278,8 +280,6 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # A request that failed on arrival was registered, so that it is reported.
                 tokens = scheduler_output.num_scheduled_tokens
                 book.scope(self.nnsight_model, [(name, tokens[name]) for name in self.input_batch.req_ids])
-        if self.tracewire_hosts is not None and self.tracewire_hosts.begin_for(self, scheduler_output):
-            self.nnsight_model.interleaver.busy = True
         self.nnsight_model.interleaver.batcher.total = scheduler_output.total_num_scheduled_tokens
         if self.tracewire_pipeline is not None:
             self._begin_shared(self.tracewire_pipeline, scheduler_output.num_scheduled_tokens)

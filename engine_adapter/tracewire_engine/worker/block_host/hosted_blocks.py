@@ -29,7 +29,7 @@ from tracewire_engine.protocol.block_host import (
     Shared,
     Steered,
 )
-from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG, SHARED_ARG
 from tracewire_engine.protocol.messages import EditBlock
 
 from .hosted_trace import HostedRequest, HostedTrace
@@ -48,6 +48,7 @@ _WAITED = "within one step, while every request waited for it"
 _IDLE_S = 120.0
 
 _block = msgspec.msgpack.Decoder(Block)
+_share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _edits = msgspec.msgpack.Decoder(list[EditBlock])
 _encode = msgspec.msgpack.Encoder().encode
 _changes: msgspec.msgpack.Decoder[tuple[float, dict[str, msgspec.Raw], list[str]]] = msgspec.msgpack.Decoder(
@@ -104,6 +105,7 @@ class HostedBlocks:
             OSError: no host could be started.
         """
         name, choices = trace
+        self._purge()
         known = self.traces.get(name)
         reads = self._reads(arguments)
         if known is None:
@@ -112,8 +114,10 @@ class HostedBlocks:
         else:
             known.join(reads)
             self._idle.pop(name, None)
-        known.requests[request_id] = HostedRequest(request_id, request.engine_id, request.index)
-        known.new.append(Arrived(request_id, arguments, list(reserved)))
+        arrived = Arrived(request_id, arguments, list(reserved))
+        known.add(arrived, HostedRequest(request_id, request.engine_id, request.index))
+        if SHARED_ARG in arguments:
+            known.shared_names.add(_share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
 
     def _reads(self, arguments: dict[str, Any]) -> frozenset[str] | None:
@@ -143,16 +147,21 @@ class HostedBlocks:
             trace.idle_since = time.monotonic()
             self._idle[trace.name] = trace
             if len(trace.requests) >= trace.choices:
-                self._forget(trace)
+                trace.complete = True
+                self._reports.forget(trace)
         return True
 
-    def _forget(self, trace: HostedTrace) -> None:
-        """Drop a trace. Its host ends when it has reported all ends."""
-        for one in trace.requests.values():
-            self._by_request.pop(one.request, None)
-        self.traces.pop(trace.name, None)
-        self._idle.pop(trace.name, None)
-        self._reports.forget(trace)
+    def _purge(self) -> None:
+        """Forget traces whose hosts are gone, and give up the hosts of those of which no request comes any more."""
+        for trace in list(self._idle.values()):
+            if trace.closed:
+                for one in trace.requests.values():
+                    self._by_request.pop(one.request, None)
+                self.traces.pop(trace.name, None)
+                self._idle.pop(trace.name, None)
+            elif not trace.complete and time.monotonic() - trace.idle_since > _IDLE_S:
+                trace.complete = True
+                self._reports.forget(trace)
 
     def steer(self, encoded: bytes) -> None:
         """Tell the hosts that live parameters change, each of its own trace's.
@@ -178,7 +187,8 @@ class HostedBlocks:
         return True
 
     def __len__(self) -> int:
-        return len(self.traces.keys() - self._idle.keys())
+        self._purge()
+        return sum(trace.name not in self._idle or trace.complete for trace in self.traces.values())
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -194,8 +204,7 @@ class HostedBlocks:
         self._left_s = self._step_s
         self._rows_by_request = False
         self._passed = array("H")
-        for idle in [one for one in self._idle.values() if time.monotonic() - one.idle_since > _IDLE_S]:
-            self._forget(idle)
+        self._purge()
         if not self._of:
             return False
         spans: dict[HostedTrace, list[tuple[str, int, int]]] = {}

@@ -30,14 +30,14 @@ _encode = msgspec.msgpack.Encoder().encode
 class HostedRequest:
     """A live request of a trace: the adapter's id of it, its choice, and what was reported of it."""
 
-    __slots__ = ("choice", "ended", "id", "index", "over", "request", "steps")
+    __slots__ = ("choice", "ended", "finished", "id", "index", "over", "request", "steps")
 
     def __init__(self, request_id: str, request: str, choice: int) -> None:
         self.id, self.request, self.choice = request_id, request, choice
         #: The index of the token of the last step that its host has reported, and how many steps those were.
         self.index, self.steps = -1, 0
-        #: Whether its blocks have ended it, and whether the scheduler has.
-        self.ended = self.over = False
+        #: Whether its blocks have ended it, whether the scheduler has, and whether its end was reported.
+        self.ended = self.finished = self.over = False
 
 
 class HostedTrace:
@@ -51,6 +51,9 @@ class HostedTrace:
         self.name, self.host, self.reads, self.choices = name, host, reads, choices
         #: All requests that the host was told of, by the scheduler's id.
         self.requests: dict[str, HostedRequest] = {}
+        #: The same by the adapter's id and the choice, as records name them; and the names of shared values' records.
+        self.records: dict[tuple[str, int], HostedRequest] = {}
+        self.shared_names: set[str] = set()
         self.new: list[Arrived] = []
         self.failure: Failure | None = None
         self.rows: StepRows | None = None
@@ -59,8 +62,8 @@ class HostedTrace:
         self.observed: frozenset[str] = reads or frozenset()
         self.begins = False
         self.idle_since = 0.0
-        #: Whether the worker will see no more request of it.
-        self.complete = False
+        #: Whether the worker will see no more request of it; and whether its host is gone because all are over.
+        self.complete = self.closed = False
         #: The location that was reached last, until the host has answered.
         self.shared: SharedRows | None = None
         #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
@@ -68,6 +71,11 @@ class HostedTrace:
         self.owes_since = 0.0
         self._events: list[Event] = []
         self._names = self._passed = 0
+
+    def add(self, arrived: Arrived, request: HostedRequest) -> None:
+        """Take a new request."""
+        self.new.append(arrived)
+        self.requests[request.id] = self.records[request.request, request.choice] = request
 
     def join(self, reads: frozenset[str] | None) -> None:
         """Take another request's account of what its blocks may ask for."""

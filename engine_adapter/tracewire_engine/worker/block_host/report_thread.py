@@ -78,7 +78,7 @@ class ReportThread:
 
     def forget(self, trace: HostedTrace) -> None:
         """End the host of a trace when all ends of its requests are reported: the worker sees no more of them."""
-        self._do(lambda: self._complete(trace))
+        self._do(lambda: self._close_if_over(trace))
 
     def _do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
@@ -144,7 +144,8 @@ class ReportThread:
             self._close_if_over(trace)
         elif isinstance(report, Chunk):
             self._large.add(trace.name)
-            if self._blobs is not None:
+            names = {request for request, _ in trace.records} | trace.shared_names
+            if self._blobs is not None and report.request in names:
                 chunk = BlobChunk(report.request, report.blob, report.number)
                 self._blobs.relay((trace.name, 0), chunk, report.data)
         elif isinstance(report, Ready):
@@ -153,20 +154,22 @@ class ReportThread:
         elif isinstance(report, Broken):
             trace.failure = trace.failure or lost(report.message)
 
-    def _is_step_of(self, trace: HostedTrace, step: StepRecord) -> bool:
-        for one in trace.requests.values():
-            if (one.request, one.choice) == (step.request, step.choice):
-                one.index, one.steps = step.index, one.steps + 1
-                one.ended = one.ended or bool(step.ended)
-                return True
-        return step.request == trace.name
+    @staticmethod
+    def _is_step_of(trace: HostedTrace, step: StepRecord) -> bool:
+        one = trace.records.get((step.request, step.choice))
+        if one is None:
+            return step.request in trace.shared_names
+        one.index, one.steps = step.index, one.steps + 1
+        one.ended = one.ended or bool(step.ended)
+        return True
 
-    def _is_finish_of(self, trace: HostedTrace, finish: FinishRecord) -> bool:
-        for one in trace.requests.values():
-            if (one.request, one.choice) == (finish.request, finish.choice):
-                one.over = True
-                return True
-        return finish.request == trace.name
+    @staticmethod
+    def _is_finish_of(trace: HostedTrace, finish: FinishRecord) -> bool:
+        one = trace.records.get((finish.request, finish.choice))
+        if one is None:
+            return finish.request in trace.shared_names
+        one.over = True
+        return True
 
     def _send(self, trace: HostedTrace, report: Report) -> None:
         if trace.name in self._large and self._blobs is not None:
@@ -195,12 +198,14 @@ class ReportThread:
             self.returned.notify_all()
         self._unwatch(trace)
         trace.host.kill()
+        for one in trace.requests.values():
+            if one.finished:
+                self._finish(trace, one.id)
 
     def _finish(self, trace: HostedTrace, request_id: str) -> None:
-        if trace.name not in self._lost:
-            return
         one = trace.requests[request_id]
-        if one.over:
+        one.finished = True
+        if one.over or trace.name not in self._lost:
             return
         one.over = True
         record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=trace.failure, steps=one.steps)
@@ -208,17 +213,14 @@ class ReportThread:
         self._send(trace, Report(time=time.time(), finishes=[record]))
         self._close_if_over(trace)
 
-    def _complete(self, trace: HostedTrace) -> None:
-        trace.complete = True
-        self._close_if_over(trace)
-
     def _close_if_over(self, trace: HostedTrace) -> None:
-        if not trace.complete or not all(one.over for one in trace.requests.values()):
+        if trace.closed or not trace.complete or not all(one.over for one in trace.requests.values()):
             return
         self._unwatch(trace)
         self._lost.discard(trace.name)
         self._large.discard(trace.name)
         trace.host.close()
+        trace.closed = True
 
 
 def too_slow(seconds: float, how: str) -> Failure:

@@ -12,7 +12,7 @@ import pytest
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import Broken, Chunk, Reported
+from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Reported
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host.hosted_trace import HostedRequest, HostedTrace
 from tracewire_engine.worker.block_host.report_thread import ReportThread
@@ -61,7 +61,8 @@ def watched(patience_s: float = 0.0) -> tuple[ReportThread, HostedTrace, Host, S
     thread = ReportThread(lambda: link, link, patience_s)
     anyhost: Any = host
     trace = HostedTrace("t", anyhost, None, 1)
-    trace.requests["r-1"] = HostedRequest("r-1", "r", 0)
+    trace.add(Arrived("r-1", {}), HostedRequest("r-1", "r", 0))
+    trace.shared_names.add("t")
     thread.watch(trace)
     return thread, trace, host, sent
 
@@ -72,9 +73,18 @@ def test_records_of_the_traces_own_requests_are_passed_on() -> None:
     host.says(Reported(steps, [FinishRecord("foreign", 0, NOTHING)]))
     report = sent.next()
     assert ([step.request for step in report.steps], report.finishes) == (["r", "t"], [])
+    trace.complete = True
     thread.forget(trace)
     host.says(Reported([], [FinishRecord("r", 0, NOTHING)]))
     assert [finish.request for finish in sent.next().finishes] == ["r"]
+
+
+def test_an_end_before_the_loss_of_the_host_is_reported_too() -> None:
+    thread, trace, host, sent = watched()
+    thread.finish(trace, "r-1")
+    host.theirs.close()
+    assert sent.next().steps[0].ended == "error"
+    assert sent.next().finishes[0].error.type == "BlockHostLost"
 
 
 def test_a_host_that_is_gone_ends_its_requests() -> None:
