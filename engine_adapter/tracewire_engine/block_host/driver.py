@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -109,6 +110,16 @@ class _Blobs:
             large.release()
 
 
+class _Inputs:
+    """The large variables of blocks, which the worker has in files: `inputs / name` is the file's bytes."""
+
+    def __init__(self, ask: Callable[[Request], Any]) -> None:
+        self._ask = ask
+
+    def __truediv__(self, name: str) -> Any:
+        return self._ask(Request("", name))
+
+
 class Driver:
     """One host: its connections to the worker, and its session.
 
@@ -130,7 +141,7 @@ class Driver:
         self._names: list[str] = []
         self._fetched: dict[tuple[str, str], Any] = {}
         tree = tree_of(settings.modules, self._fetch)
-        self._session = Session(tree, settings, self._call, self._link, _Blobs(self._link))
+        self._session = Session(tree, settings, self._call, self._link, _Blobs(self._link), _Inputs(self._ask))
 
     @torch.inference_mode()
     def run(self) -> None:

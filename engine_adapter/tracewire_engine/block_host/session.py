@@ -120,10 +120,17 @@ class Session:
         call: calls a module of the model.
         link: takes the reports of steps and of ends (`send`).
         blobs: takes large arrays, as a worker's `BlobSender` does.
+        inputs: has the bytes of large variables, by the names of their files (`inputs / name`).
     """
 
     def __init__(
-        self, module: torch.nn.Module, settings: HostSettings, call: Callable[[str, Any], Any], link: Any, blobs: Any
+        self,
+        module: torch.nn.Module,
+        settings: HostSettings,
+        call: Callable[[str, Any], Any],
+        link: Any,
+        blobs: Any,
+        inputs: Any = None,
     ) -> None:
         self._settings = settings
         self.interleaver = HostInterleaver(settings, call)
@@ -131,7 +138,7 @@ class Session:
         cpu = torch.device("cpu")
         budget = LargeArrayBudget(settings.blob_threshold)
         declared: Any = _NoDeclared()
-        self._requests = TracedRequests(BlockCache(self.model, cpu), declared, LiveRuns(), budget, None)
+        self._requests = TracedRequests(BlockCache(self.model, cpu, inputs), declared, LiveRuns(), budget, None)
         self._requests.encoders = self.interleaver.encoders
         self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
         self._finisher = RequestFinisher(self._requests, self._reporter, self.interleaver)

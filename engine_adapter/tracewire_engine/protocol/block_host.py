@@ -165,6 +165,7 @@ class Request(msgspec.Struct, array_like=True, tag="request"):
     """A block's request to the worker: call a module on a value, or read an attribute of a module.
 
     `path` is the module's, such as `model.lm_head`. `attribute` is empty for a call, whose `value` is `(args, kwargs)`.
+    Without a path, `attribute` is the name of the file of a large variable, whose bytes are asked for.
     """
 
     path: str

@@ -90,7 +90,7 @@ class BlobSender:
 
     def relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes = b"") -> None:
         """Send a piece of a large array, or a report, behind all that was sent of the same lane before."""
-        self._new.put((lane, self._relay(message, data)))
+        self._new.put((lane, self._relay(lane, message, data)))
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -122,12 +122,12 @@ class BlobSender:
             self._fail(lane, error)
         self._send(lane, Report(time=ended_at, steps=[record]))
 
-    def _relay(self, message: BlobChunk | Report, data: bytes) -> Iterator[None]:
+    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes) -> Iterator[None]:
         yield
         if isinstance(message, Report):
-            self._send(message)
+            self._send(lane, message)
         else:
-            self._socket.send_multipart([_encoder.encode(message), data], copy=False)
+            self._socket(lane).send_multipart([_encoder.encode(message), data], copy=False)
 
     def _finish(
         self,

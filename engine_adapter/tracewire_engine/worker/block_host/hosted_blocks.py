@@ -7,15 +7,20 @@ and no other.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Block, Failure
+from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.link.host_channel import ChannelClosed, ChannelTimeout
 from tracewire_engine.link.shared_rows import SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import (
@@ -38,6 +43,9 @@ from .reading import ModelPaths, reads_of, union
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
 
+if TYPE_CHECKING:
+    from tracewire_engine.worker.remote_inputs import RemoteInputs
+
 __all__ = ["HostedBlocks", "valid_samples"]
 
 logger = logging.getLogger("vllm.tracewire")
@@ -48,6 +56,9 @@ _WAITED = "within one step, while every request waited for it"
 _IDLE_S = 120.0
 
 _block = msgspec.msgpack.Decoder(Block)
+#: The names of files of large variables (`input_path`).
+_INPUT = re.compile("input-[0-9a-f]{1,128}")
+
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _edits = msgspec.msgpack.Decoder(list[EditBlock])
 _encode = msgspec.msgpack.Encoder().encode
@@ -72,6 +83,8 @@ class HostedBlocks:
     def __init__(self, model: Any, paths: ModelPaths, pool: HostPool, reports: ReportThread, step_s: float) -> None:
         self._model, self._paths, self._pool, self._reports = model, paths, pool, reports
         self._step_s = step_s
+        #: Where the files of large variables lie.
+        self.inputs: Path | RemoteInputs = Path()
         self.traces: dict[str, HostedTrace] = {}
         self._of: dict[str, HostedTrace] = {}
         self._by_request: dict[str, HostedTrace] = {}
@@ -115,6 +128,7 @@ class HostedBlocks:
             known.join(reads)
             self._idle.pop(name, None)
         arrived = Arrived(request_id, arguments, list(reserved))
+        known.asks = known.asks or _has_files(arguments)
         known.add(arrived, HostedRequest(request_id, request.engine_id, request.index))
         if SHARED_ARG in arguments:
             known.shared_names.add(_share.decode(arguments[SHARED_ARG])[0])
@@ -225,7 +239,7 @@ class HostedBlocks:
         for trace in self._active:
             fresh = bool(trace.new)
             trace.begin(spans[trace], StepRows(rows[trace], places[trace], start, len(present)))
-            if trace.reads is None and (fresh or trace.begins):
+            if (trace.reads is None and (fresh or trace.begins)) or (fresh and trace.asks):
                 waiting.append(trace)
         self._ask(waiting)
         self._watch()
@@ -338,7 +352,8 @@ class HostedBlocks:
         for trace in asked:
             try:
                 reply = self._reply(trace, began)
-                trace.take(reply)
+                if trace.reads is None:
+                    trace.take(reply)
                 replies.append((trace, reply))
             except ChannelTimeout:
                 self._fail(trace, too_slow(self._step_s, _WAITED))
@@ -386,6 +401,8 @@ class HostedBlocks:
     def _answered(self, trace: HostedTrace, request: Request) -> Answer:
         """Do what a block has asked of the model."""
         try:
+            if not request.path:
+                return Answer(self._given(trace, self._input(request.attribute)))
             path = request.path.removeprefix("model").removeprefix(".")
             envoy = self._model.get(path) if path else self._model
             if request.attribute:
@@ -396,6 +413,13 @@ class HostedBlocks:
             return Answer(self._given(trace, envoy(*args, **kwargs)))
         except Exception as error:
             return Answer(error=(type(error).__name__, str(error)[:10_000]))
+
+    def _input(self, name: str) -> torch.Tensor:
+        """The bytes of the file of a large variable."""
+        if not _INPUT.fullmatch(name):
+            raise ValueError(f"no large variable has the name {name!r}")
+        path = str(self.inputs / name)
+        return torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
 
     def _taken(self, trace: HostedTrace, shape: Shape) -> torch.Tensor:
         device = self._model.device
@@ -412,6 +436,26 @@ class HostedBlocks:
             return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
         return pack_value(value, write, _refuse)
+
+
+def _has_files(arguments: dict[str, Any]) -> bool:
+    """Whether a block has a large variable, for which its host asks the worker when it takes the block."""
+    encoded = arguments.get(BLOCK_ARG)
+    if encoded is None:
+        return False
+    try:
+        waiting = [unpack(_block.decode(encoded).variables)]
+    except ValueError:
+        return False
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ArrayRef):
+            return True
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return False
 
 
 def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:

@@ -61,6 +61,8 @@ class HostedTrace:
         self.waits: dict[str, int] = {}
         self.observed: frozenset[str] = reads or frozenset()
         self.begins = False
+        #: Whether its host asks the worker for something when it takes a block, also if the block only reads.
+        self.asks = False
         self.idle_since = 0.0
         #: Whether the worker will see no more request of it; and whether its host is gone because all are over.
         self.complete = self.closed = False

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tracewire_engine.link.step_link import LinkSender
+from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
-from tracewire_engine.protocol.keys import BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
+from tracewire_engine.protocol.keys import ADAPTERS, BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
 
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
@@ -76,8 +76,11 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
     timeout, step_s = settings.block_timeout, config.get(BLOCK_STEP, 5.0)
     # A block that can be interrupted has ended with an error at its own line before.
     patience_s = timeout + _GRACE_S if timeout else 0.0
-    reports = ReportThread(lambda: LinkSender(address), runner.tracewire_reporter.blobs, patience_s)
+    adapters: int = config.get(ADAPTERS, 1)
+    reports = ReportThread(lambda: link_to(address, adapters), runner.tracewire_reporter.blobs, patience_s)
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    return HostedBlocks(model, paths, pool, reports, step_s)
+    hosts = HostedBlocks(model, paths, pool, reports, step_s)
+    hosts.inputs = runner.tracewire_inputs
+    return hosts
