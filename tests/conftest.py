@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import engine_process
 from tests.support.adapter_command import import_ahead
 from tests.support.engine_process import (
     BLOB_THRESHOLD,
@@ -54,6 +55,17 @@ async def bus(embedded: str, prefix: str) -> AsyncIterator[Bus]:
 def starts_engine() -> None:
     """Whatever starts a real engine asks for this, a fixture or a test: the mark `engine` is derived from it."""
     expect_engines()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Have the engines of a session run blocks elsewhere than in their workers."""
+    parser.addoption(
+        "--blocks", choices=("inline", "host"), default="inline", help="where engines under test run blocks"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    engine_process.blocks_run = config.getoption("--blocks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from tests.support import engine_process
 from tests.support.engine_process import check_expected
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
@@ -49,7 +50,12 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     options.setdefault("kv_cache_memory_bytes", 64 << 20)
     taps = options.pop("taps", ())
     settings = {"check_collect": True}
-    settings |= {key: options.pop(key) for key in ("kept_bytes", "check_collect") if key in options}
+    settings |= {key: options.pop(key) for key in ("kept_bytes", "check_collect", "blocks") if key in options}
+    if engine_process.blocks_run != "inline" and not options.keys() & {
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+    }:
+        settings = {"blocks": engine_process.blocks_run, **settings, "check_collect": False}
     arguments = AsyncEngineArgs(model=str(model or demo_model()), **options)
     with LinkReceiver() as link, BlobReceiver(link.address) as large:
         traced = build_engine(arguments, link.address, taps, WorkerSettings(**settings))

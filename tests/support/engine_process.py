@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "looked_at_inside",
     "running_engine",
     "started_engine",
+    "with_blocks",
 ]
 
 #: The engine under test runs as bit-stable as a CPU allows.
@@ -48,6 +49,19 @@ TEMPLATE = (
 
 #: Saved arrays of more bytes than this are references, on the shared engine.
 BLOB_THRESHOLD = 65536
+
+
+#: Where the engines under test run blocks: pytest's option `--blocks`.
+blocks_run = "inline"
+
+
+def with_blocks(options: Iterable[str]) -> list[str]:
+    """The options of an engine, with blocks where this session wants them."""
+    given = list(options)
+    if blocks_run == "inline" or "--blocks" in given:
+        return given
+    # nnsight's own collect finds blocks in the worker only.
+    return [*(one for one in given if one != "--check-collect"), "--blocks", blocks_run]
 
 
 #: Whether a test of this session has said that it starts an engine.
@@ -79,7 +93,7 @@ class EngineProcess:
         self.below: list[psutil.Process] = []
         self._errors = self.log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", url, *options],
+            [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", url, *with_blocks(options)],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},

@@ -336,10 +336,10 @@ class TraceRun:
         await self.fail(failure, status=status)
 
     async def _start(self) -> None:
-        run = self.live.run if self.live is not None else ""
+        names = [next(self._names) for _ in self._submission.invokes]
+        run = self.live.run if self.live is not None else names[0]
         if self.live is not None:
             self._reports.live[run] = self.live
-        names = [next(self._names) for _ in self._submission.invokes]
         shared = self._begin_shared(names)
         prepared = []
         for index, block in enumerate(self._attempt.blocks):

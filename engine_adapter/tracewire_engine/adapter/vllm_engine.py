@@ -32,6 +32,7 @@ from tracewire_engine.protocol.keys import (
     RESULT_ARG,
     RUN_ARG,
     SHARED_ARG,
+    TRACE_ARG,
 )
 from tracewire_engine.protocol.messages import Changes, Report
 
@@ -71,6 +72,12 @@ class ServedModel(Protocol):
     loras: Sequence[Any]
     #: The locations that are served in CUDA graphs, if there are any.
     taps: Sequence[str]
+
+
+def _choices(invoke: Invoke) -> int:
+    """How many choices vLLM generates for an invoke."""
+    n = invoke.sampling.get("n")
+    return n if isinstance(n, int) else 1
 
 
 class _VllmOutputs:
@@ -227,6 +234,7 @@ class VllmEngine:
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
+            TRACE_ARG: None if (block, edits) == (None, None) else (run, sum(map(_choices, submission.invokes))),
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         result = block is not None and asks_result(invoke.block or submission.block)

@@ -330,6 +330,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
                 WorkerSettings(
                     check_collect=options.check_collect,
                     block_timeout_s=options.block_timeout,
+                    blocks=options.blocks,
+                    block_step_s=options.block_step_ms / 1000,
                     blob_threshold=options.blob_threshold,
                     kept_bytes=options.kept_kv_bytes,
                     worker_patience_s=options.worker_patience,

@@ -40,7 +40,9 @@ from tracewire_engine.protocol.cluster import Cluster
 from tracewire_engine.protocol.keys import (
     ADAPTERS,
     BLOB_THRESHOLD,
+    BLOCK_STEP,
     BLOCK_TIMEOUT,
+    BLOCKS,
     CHECK_COLLECT,
     CODE_IMPORTS,
     KEPT_BYTES,
@@ -149,6 +151,10 @@ class WorkerSettings:
     check_collect: bool = False
     #: The time that a block may take in each step, in seconds (see `time_limit.py`); 0 for no limit.
     block_timeout_s: float = 10.0
+    #: Where blocks run: `"inline"`, in the workers, or `"host"`, in processes of their own.
+    blocks: str = "inline"
+    #: With `"host"`: how long the model waits for all blocks of a step, in seconds.
+    block_step_s: float = 5.0
     #: Saved arrays of more bytes than this travel in blobs; 0 for none.
     blob_threshold: int = 0
     #: How many bytes of KV cache of preempted traces each worker keeps in host memory; the rest is recomputed.
@@ -197,6 +203,8 @@ def build_engine(
         LINK_ADDRESS: link_address,
         CHECK_COLLECT: settings.check_collect,
         BLOCK_TIMEOUT: settings.block_timeout_s,
+        BLOCKS: settings.blocks,
+        BLOCK_STEP: settings.block_step_s,
         BLOB_THRESHOLD: settings.blob_threshold,
         KEPT_BYTES: settings.kept_bytes,
         STEP_TOKENS: getattr(arguments, "max_num_scheduled_tokens", None) or _STEP_TOKENS,
@@ -255,6 +263,10 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
         raise UnsupportedSetting("--adapters is not supported with Ray: workers on other hosts have one adapter")
     if settings.adapters > 1 and arguments.create_model_config().is_multimodal_model:
         raise UnsupportedSetting("--adapters is not supported for a model that takes images: its cache has one adapter")
+    ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    if settings.blocks == "host" and (ranks > 1 or settings.check_collect):
+        other = "--check-collect" if settings.check_collect else "more than one worker"
+        raise UnsupportedSetting(f"--blocks host is not supported with {other} yet")
     if loras:
         options.update(_adapters(arguments, loras))
     return options

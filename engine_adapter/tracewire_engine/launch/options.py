@@ -175,6 +175,20 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="how long a block may compute within one step, while all requests wait (0: any time)",
     )
     group.add_argument(
+        "--blocks",
+        choices=("inline", "host"),
+        default="inline",
+        help="where blocks run: 'inline', in vLLM's worker, for trusted code; or 'host', each trace in a confined "
+        "process of its own (default: inline)",
+    )
+    group.add_argument(
+        "--block-step-ms",
+        type=whole(1),
+        default=5000,
+        metavar="MILLISECONDS",
+        help="with --blocks host: how long a step waits for all of its blocks that may change values (default: 5000)",
+    )
+    group.add_argument(
         "--blob-threshold",
         type=whole(0),
         default=THRESHOLD_BYTES,

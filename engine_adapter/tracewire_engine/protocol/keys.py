@@ -7,7 +7,9 @@ from pathlib import Path
 __all__ = [
     "ADAPTERS",
     "BLOB_THRESHOLD",
+    "BLOCKS",
     "BLOCK_ARG",
+    "BLOCK_STEP",
     "BLOCK_TIMEOUT",
     "CHECK_COLLECT",
     "CODE_IMPORTS",
@@ -24,6 +26,7 @@ __all__ = [
     "RUN_ARG",
     "SHARED_ARG",
     "STEP_TOKENS",
+    "TRACE_ARG",
     "WORKER_PATIENCE",
     "inputs_folder",
 ]
@@ -49,6 +52,9 @@ RESULT_ARG = "tracewire_result"
 #: Whether only the adapter knows at which token the request ends.
 END_ARG = "tracewire_end"
 
+#: The name of its trace's attempt, and how many choices all requests of the attempt have together.
+TRACE_ARG = "tracewire_trace"
+
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.
 LINK_ADDRESS = "tracewire_link"
 
@@ -65,6 +71,12 @@ CODE_IMPORTS = "tracewire_code_imports"
 
 #: Key of `additional_config`: how long a block may take in one step, in seconds; 0 for no limit.
 BLOCK_TIMEOUT = "tracewire_block_timeout"
+
+#: Key of `additional_config`: where blocks run, `"inline"` (in the worker) or `"host"` (in processes of their own).
+BLOCKS = "tracewire_blocks"
+
+#: Key of `additional_config`: how long the model waits for all blocks of a step that run in hosts, in seconds.
+BLOCK_STEP = "tracewire_block_step"
 
 #: Key of `additional_config`: arrays of more bytes than this travel in blobs; 0 for none.
 BLOB_THRESHOLD = "tracewire_blob_threshold"

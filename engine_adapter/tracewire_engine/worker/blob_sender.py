@@ -88,6 +88,10 @@ class BlobSender:
         lane = (record.request, record.choice)
         self._new.put((lane, self._finish(lane, time.time(), record, ending, checked)))
 
+    def relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes = b"") -> None:
+        """Send a piece of a large array, or a report, behind all that was sent of the same lane before."""
+        self._new.put((lane, self._relay(lane, message, data)))
+
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -117,6 +121,13 @@ class BlobSender:
         except Exception as error:
             self._fail(lane, error)
         self._send(lane, Report(time=ended_at, steps=[record]))
+
+    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes) -> Iterator[None]:
+        yield
+        if isinstance(message, Report):
+            self._send(lane, message)
+        else:
+            self._socket(lane).send_multipart([_encoder.encode(message), data], copy=False)
 
     def _finish(
         self,

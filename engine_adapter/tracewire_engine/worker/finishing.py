@@ -67,8 +67,13 @@ class RequestFinisher:
                 requests.pipeline.forget(request_id)
             if requests.ranks is not None and request_id not in requests.requests:
                 requests.ranks.forget(request_id)
+            failed_at = None if declaration is None else declaration.failed_at
+            failure = None if declaration is None else declaration.failure
+            if requests.hosts is not None and requests.hosts.finish(
+                request_id, tokens.get(request_id), failure, failed_at
+            ):
+                continue
             if progress is None:
-                failure = None if declaration is None else declaration.failure
                 record = FinishRecord(request.engine_id, request.index, NO_DELTAS, error=failure)
                 self._reporter.finish(record)
                 self._leave_shared(request)

@@ -88,7 +88,7 @@ class StepReporter:
     ) -> None:
         #: `None` on a rank that does not report.
         self.link = link
-        self._blobs = blobs
+        self.blobs = blobs
         self._requests = requests
         self._declared: DeclaredRequests = requests.declared
         self._lens = lens
@@ -115,8 +115,8 @@ class StepReporter:
             ending: if given, the blob sender's thread compares it and sends the record instead.
             checked: see `BlobSender.finish`.
         """
-        if ending is not None and self._blobs is not None:
-            self._blobs.finish(record, ending, checked)
+        if ending is not None and self.blobs is not None:
+            self.blobs.finish(record, ending, checked)
         else:
             self.unsent.report.finishes.append(record)
 
@@ -206,8 +206,8 @@ class StepReporter:
             progress: of the request; `None` for shared values.
             late: whether the bytes are still being copied to the host, so that the deltas are encoded at sending.
         """
-        if tracker.large and self._blobs is not None:
-            self._blobs.step(record, deltas, tracker.taken)
+        if tracker.large and self.blobs is not None:
+            self.blobs.step(record, deltas, tracker.taken)
             return
         self.unsent.report.steps.append(record)
         if deltas and late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request, Requests
 
@@ -17,6 +17,7 @@ from tracewire_engine.protocol.keys import (
     RESULT_ARG,
     RUN_ARG,
     SHARED_ARG,
+    TRACE_ARG,
 )
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
@@ -35,7 +36,14 @@ from tracewire_engine.worker.parallel.staged_mediator import StagesDiffer
 from .large_arrays import LargeArrayBudget
 from .save_tracker import SaveTracker
 
+if TYPE_CHECKING:
+    from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
+
 __all__ = ["RequestProgress", "TracedRequests", "extra_arguments", "saves_of"]
+
+
+#: The arguments that a host of blocks is given.
+_HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG}
 
 
 class RequestProgress:
@@ -98,6 +106,8 @@ class TracedRequests(Requests):
         self.traced: dict[str, RequestProgress] = {}
         self.shared_runs = SharedRuns(blocks.device, budget)
         self.results = RequestResults()
+        #: With `--blocks host`: the blocks of all requests.
+        self.hosts: HostedBlocks | None = None
         #: The prefixes of locations whose values belong to no single request.
         self.encoders: tuple[str, ...] = ()
 
@@ -140,9 +150,15 @@ class TracedRequests(Requests):
                 del self.requests[data.req_id]
             if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
                 continue
+            if self.hosts is not None and request.error is None:
+                self._host(data.req_id, request, arguments, names)
+            if self.hosts is not None and request.error is None:
+                continue
             traced = self.traced[data.req_id] = RequestProgress(self.budget)
             traced.tells_end = bool(arguments.get(END_ARG))
             traced.tracker.reserved = frozenset(names)
+            if self.hosts is not None:
+                continue
             if isinstance(request, EditedRequest) and edits is not None:
                 request.take(edits, self.blocks)
             if block is None:
@@ -154,6 +170,18 @@ class TracedRequests(Requests):
                 request.mediator = self.blocks.mediator(block, live, shared, arguments.get(PERMIT_ARG, b""))
             except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
                 request.error = failure_of(exception, None)
+
+    def _host(self, request_id: str, request: Request, arguments: dict[str, Any], names: list[str]) -> None:
+        """Have a host run a request's blocks."""
+        assert self.hosts is not None
+        name, choices = arguments.get(TRACE_ARG) or (request.engine_id, 1)
+        given = {key: value for key, value in arguments.items() if key in _HOSTED}
+        try:
+            self.hosts.open(request_id, request, given, (name, choices), names)
+        except OSError as error:
+            request.error = Failure(type="BlockHostLost", message=f"no process for blocks: {error}", field="block")
+        else:
+            del self.requests[request_id]
 
     def _announce(self, request_id: str, ranks: Ranks) -> None:
         """Tell the other ranks if a request could not be taken here, and let its blocks report later failures."""
@@ -173,6 +201,13 @@ class TracedRequests(Requests):
             return LiveRun("")
         self.runs[request_id] = run
         return self.live.join(run, packed, request_id, request.engine_id, request.index)
+
+    def steer(self, changes: bytes) -> None:
+        """Take changes of live parameters (`encode_changes`), and forget the runs that are over."""
+        for name in self.live.steer(changes):
+            self.shared_runs.forget(name)
+        if self.hosts is not None:
+            self.hosts.steer(changes)
 
     def leave(self, request_id: str) -> None:
         """Remove a request that is over from its run of live parameters."""

@@ -22,6 +22,7 @@ It overrides these methods of vLLM's runner:
 from __future__ import annotations
 
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -61,6 +62,8 @@ from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState
 from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
+from .block_host.hosted_blocks import valid_samples
+from .block_host.setup import hosted_blocks
 from .deferred_report import DeferredReport
 from .finishing import RequestFinisher
 from .kv_offload import KVBlocks, PreemptedKVCache
@@ -104,6 +107,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         self.tracewire_preempted: PreemptedKVCache | None = None
         self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
+        self.tracewire_hosts = self.nnsight_model.interleaver.hosts = self.nnsight_requests.hosts = hosted_blocks(self)
 
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
         """Extend nnsight's model of vLLM's module: the residual stream, the interleaver and the batcher."""
@@ -154,7 +158,7 @@ class TracewireRunner(NNsightGPUModelRunner):
         link, blobs = (link_to(address, adapters), BlobSender(address, adapters)) if reports else (None, None)
         requests = self.nnsight_requests
         reporter = self.tracewire_reporter = StepReporter(link, blobs, requests, self._lens)
-        collect = self._collected if check_collect else None
+        collect = partial(_collected, self) if check_collect else None
         self.tracewire_finisher = RequestFinisher(requests, reporter, self.nnsight_model.interleaver, collect)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
@@ -188,6 +192,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         for run in changed:
             self.tracewire_declared.update_live(run)
         corrections = self._scope_step(scheduler_output)
+        if self.tracewire_hosts is not None and self.tracewire_hosts.begin_for(self, scheduler_output):
+            self.nnsight_model.interleaver.busy = True
         if self.tracewire_preempted:
             cached = scheduler_output.scheduled_cached_reqs
             for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -312,6 +318,8 @@ class TracewireRunner(NNsightGPUModelRunner):
             self.nnsight_requests.record_saves()
         else:
             output = super().sample_tokens(*args, **kwargs)
+        if stepped and self.tracewire_hosts is not None:
+            self.tracewire_hosts.end()
         pipeline = self.tracewire_pipeline
         if stepped and pipeline is None and self.tracewire_reporter.link is not None:
             if self.tracewire_traced_step or self.tracewire_reporter.pending():
@@ -331,6 +339,9 @@ class TracewireRunner(NNsightGPUModelRunner):
         phases = self.tracewire_phases
         if not interleaver.parked.isdisjoint(phases):
             return False
+        hosts = self.tracewire_hosts
+        if hosts is not None and not hosts.pass_by(phases):
+            return False
         for location in phases:
             interleaver.counts[location] = interleaver.counts.get(location, 0) + 1
         return True
@@ -347,7 +358,11 @@ class TracewireRunner(NNsightGPUModelRunner):
                 # A mediator of nnsight has no `asked_samples`.
                 asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
                 # Blocks get a copy: they may keep it and write to it later, when the model uses the original.
-                served = type(self.nnsight_model).samples.provide(self.nnsight_model, drawn.clone() if asked else drawn)
+                hosted = self.tracewire_hosts is not None and self.tracewire_hosts.wants(SAMPLES)
+                copied = drawn.clone() if asked or hosted else drawn
+                served = type(self.nnsight_model).samples.provide(self.nnsight_model, copied)
+                if hosted:
+                    drawn = valid_samples(served, drawn, self.model_config.get_vocab_size())
                 output.sampled_token_ids = (
                     _in_vocabulary(served.clone(), drawn, asked, self.model_config.get_vocab_size()) if asked else drawn
                 )
@@ -418,21 +433,9 @@ class TracewireRunner(NNsightGPUModelRunner):
             if isinstance(cache, torch.Tensor)
         )
 
-    def _collected(self, request: Request) -> dict[str, Any]:
-        """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
-        # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
-        ids, book = [request.id], self.nnsight_requests.requests
-        book[request.id] = request
-        payload = self.collect_nnsight(ids, ids)
-        book.pop(request.id, None)
-        sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
-        saves: dict[str, Any] = sequences[0]["saves"]
-        return saves
-
     def tracewire_steer(self, changes: bytes) -> None:
         """Take changes of live parameters, which take effect with the next step. Called by RPC, between two steps."""
-        for name in self.nnsight_requests.live.steer(changes):
-            self.nnsight_requests.shared_runs.forget(name)
+        self.nnsight_requests.steer(changes)
 
     @torch.inference_mode()
     def tracewire_result(self, generated: bytes) -> None:
@@ -441,6 +444,8 @@ class TracewireRunner(NNsightGPUModelRunner):
         Called by RPC, between two steps.
         """
         requests = self.nnsight_requests
+        if self.tracewire_hosts is not None and self.tracewire_hosts.take_result(generated):
+            return
         name, waiting = requests.results.take(generated)
         # In inference mode, as in vLLM's steps: the blocks may change tensors in place that they read there.
         for request, progress in waiting:
@@ -469,9 +474,22 @@ class TracewireRunner(NNsightGPUModelRunner):
             book.runs,
             self.tracewire_preempted or (),
             ranks,
+            self.tracewire_hosts or (),
         )
         most = max(map(len, (*held, book.shared_runs.runs, book.results.waiting)))
         return most if self.tracewire_pipeline is None else max(most, self.tracewire_pipeline.count)
+
+
+def _collected(runner: Any, request: Request) -> dict[str, Any]:
+    """The saves of a finished request as nnsight's own collect returns them: gathered, pickled and unpickled."""
+    # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
+    ids, book = [request.id], runner.nnsight_requests.requests
+    book[request.id] = request
+    payload = runner.collect_nnsight(ids, ids)
+    book.pop(request.id, None)
+    sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
+    saves: dict[str, Any] = sequences[0]["saves"]
+    return saves
 
 
 def _in_vocabulary(served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[Any, Any]], size: int) -> torch.Tensor:

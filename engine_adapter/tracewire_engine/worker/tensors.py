@@ -33,7 +33,11 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
 def _mapped(ref: ArrayRef, device: torch.device, folder: InputFolder) -> torch.Tensor:
     """A tensor over the file of a large array, mapped copy-on-write: pages are read, and copied, as they are needed."""
     dtype = _torch_dtype(ref.dtype)
-    flat = torch.from_file(str(input_path(folder, ref)), shared=False, size=ref.nbytes, dtype=torch.uint8)
+    path = input_path(folder, ref)
+    if isinstance(path, torch.Tensor):
+        flat = path
+    else:
+        flat = torch.from_file(str(path), shared=False, size=ref.nbytes, dtype=torch.uint8)
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 

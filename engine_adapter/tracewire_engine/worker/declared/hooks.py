@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nnsight.intervention.batching import SkipParts
@@ -16,7 +16,13 @@ from tracewire_engine.worker.parallel.topology import Topology
 from .cuda_graphs import current_capture
 from .plan import DeclaredRequests, LocationHook
 
-__all__ = ["DeclaredInterleaver"]
+if TYPE_CHECKING:
+    from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
+
+__all__ = ["BY_REQUEST", "DeclaredInterleaver"]
+
+#: The locations whose values have one row for each request.
+BY_REQUEST = frozenset(("model.logits", "model.samples"))
 
 
 class DeclaredInterleaver(VLLMInterleaver, BlockServing):
@@ -35,6 +41,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     #: although the forward pass reaches them on this stage.
     topology: Topology | None = None
     elsewhere: frozenset[str] = frozenset()
+    #: With `--blocks host`: the blocks of all requests, none of which runs in this process.
+    hosts: HostedBlocks | None = None
 
     @classmethod
     def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
@@ -73,6 +81,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return None if hook is None or self.busy or not self.interleaving else self._serve(hook, value)
 
     def handle(self, provider: str, value: Any) -> Any:
+        if self.hosts is not None and self.hosts.active:
+            return self._reach(self.hosts, provider, value)
         # Most locations in most steps: no block and no declared intervention uses them, so they are only counted.
         if not (
             provider in self.parked
@@ -97,6 +107,15 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
             return value
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
+
+    def _reach(self, hosts: HostedBlocks, provider: str, value: Any) -> Any:
+        """Serve a location to declared interventions, then to blocks that run in hosts."""
+        hook = self.declared.hooks.get(provider)
+        if hook is not None and self.interleaving:
+            value = self._serve(hook, value)
+        if self.taps and provider not in self.taps and provider.rpartition(".")[2] in ("input", "output", "skip"):
+            return value
+        return hosts.reach(provider, value, by_request=provider in BY_REQUEST)
 
     @property
     def has_kernels(self) -> bool:

@@ -1,0 +1,292 @@
+"""Runs the blocks of one trace in their own process: takes the worker's turns, and answers them."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from nnsight.intervention.source import NO_SKIP
+from nnsight.tracing.tracer import inc
+
+from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
+from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import (
+    Answer,
+    Began,
+    Chunk,
+    Ended,
+    Finished,
+    Generated,
+    HostSettings,
+    Reached,
+    Reply,
+    Reported,
+    Request,
+    Shape,
+    Steered,
+    Turn,
+)
+from tracewire_engine.protocol.messages import FinishRecord, Report
+from tracewire_engine.worker.blocks import save_marks, time_limit
+from tracewire_engine.worker.large_arrays import encode
+
+from .session import Session
+from .stand_ins import tree_of
+
+__all__ = ["Driver"]
+
+_turns = msgspec.msgpack.Decoder(Turn)
+_answers = msgspec.msgpack.Decoder(Answer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Opaque:
+    """Stands for an object of the worker's that cannot be shared."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        self.number, self._kind = number, kind
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of the model, which a block in a process of its own cannot use>"
+
+
+class _Link:
+    """A session's end of the reports: `StepReporter` sends to it as to the link to the adapter."""
+
+    def __init__(self, channel: HostChannel) -> None:
+        self._channel = channel
+        self._unsent = Reported()
+
+    def put(self, tensor: torch.Tensor, report: Report) -> None:
+        """A host has no ring buffer."""
+
+    def send(self, *reports: Report) -> None:
+        """Report steps and ends, with the next `flush`."""
+        for report in reports:
+            self._unsent.steps += report.steps
+            self._unsent.finishes += report.finishes
+
+    def flush(self, turns: int, mark: int) -> None:
+        """Send what is to be reported, and how far this process is (see `Reported`)."""
+        unsent, self._unsent = self._unsent, Reported()
+        unsent.turns, unsent.mark = turns, mark
+        self._channel.send(_encode(unsent))
+
+    def chunk(self, request: str, blob: str, number: int, data: memoryview) -> None:
+        """Send a piece of a large array."""
+        self._channel.send(_encode(Chunk(request, blob, number, bytes(data))))
+
+
+class _Blobs:
+    """Takes the place of a worker's `BlobSender`: large arrays go to the worker before the record that has them."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    def step(self, record: Any, deltas: list[Any], taken: list[Any]) -> None:
+        self._ship(record.request, taken)
+        record.deltas = msgspec.Raw(encode(deltas))
+        self._link.send(Report(steps=[record]))
+
+    def finish(self, record: FinishRecord, ending: Any, checked: Any) -> None:
+        if ending is not None:
+            self._ship(record.request, ending.taken)
+            for large in ending.again:
+                for _ in large.chunks():
+                    pass
+            deltas, record.manifest, changed = ending.compare()
+            self._ship(record.request, changed)
+            record.deltas = msgspec.Raw(encode(deltas))
+        self._link.send(Report(finishes=[record]))
+
+    def _ship(self, request: str, arrays: list[Any]) -> None:
+        for large in arrays:
+            for number, chunk in enumerate(large.chunks()):
+                self._link.chunk(request, large.blob, number, chunk)
+            large.release()
+
+
+class _Inputs:
+    """The large variables of blocks, which the worker has in files: `inputs / name` is the file's bytes."""
+
+    def __init__(self, ask: Callable[[Request], Any]) -> None:
+        self._ask = ask
+
+    def __truediv__(self, name: str) -> Any:
+        return self._ask(Request("", name))
+
+
+class Driver:
+    """One host: its connections to the worker, and its session.
+
+    Args:
+        settings: of the engine.
+        calls: over which the worker's turns come.
+        reports: over which the saves leave.
+        given: memory into which the worker writes.
+        returned: memory into which this process writes.
+    """
+
+    def __init__(
+        self, settings: HostSettings, calls: HostChannel, reports: HostChannel, given: RowMemory, returned: RowMemory
+    ) -> None:
+        self._settings, self._mark = settings, 0
+        self._calls, self._given, self._returned = calls, given, returned
+        self._link = _Link(reports)
+        self._reports = reports
+        self._names: list[str] = []
+        self._fetched: dict[tuple[str, str], Any] = {}
+        tree = tree_of(settings.modules, self._fetch)
+        self._session = Session(tree, settings, self._call, self._link, _Blobs(self._link), _Inputs(self._ask))
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Take turns until the worker closes the connection."""
+        settings, turns = self._settings, 0
+        limit = _limit(settings, waits=False)
+        while True:
+            try:
+                turn = _turns.decode(self._calls.receive())
+            except ChannelClosed:
+                return
+            turns += 1
+            wanted = _limit(settings, waits=turn.waits)
+            if wanted != limit:
+                limit = wanted
+                time_limit.limit_turns(limit)
+            self._names += turn.names
+            reply = Reply()
+            for event in turn.events:
+                self._expect_unchanged(reply)
+                self._take(event, reply)
+            if not turn.waits:
+                self._expect_unchanged(reply)
+            if turn.waits:
+                session = self._session
+                reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
+                self._calls.send(_encode(reply))
+            self._link.flush(turns, self._mark)
+
+    @staticmethod
+    def _expect_unchanged(reply: Reply) -> None:
+        if reply.edited or reply.replaced is not None:
+            # The model has gone on, so the change is lost.
+            raise RuntimeError("a block has changed a value although its source was taken to only read")
+
+    def _take(self, event: Any, reply: Reply) -> None:
+        session = self._session
+        if isinstance(event, Reached):
+            self._count(event.passed)
+            self._reach(event, reply)
+        elif isinstance(event, Ended):
+            self._count(event.passed)
+            session.end()
+            self._mark = event.mark
+        elif isinstance(event, Began):
+            session.begin(event)
+        elif isinstance(event, Finished):
+            session.finish(event)
+        elif isinstance(event, Steered):
+            session.steer(event.changes)
+        elif isinstance(event, Generated):
+            session.generated(event.message)
+
+    def _count(self, passed: bytes) -> None:
+        if passed:
+            self._session.count(array("H", passed), self._names)
+
+    def _reach(self, event: Reached, reply: Reply) -> None:
+        served: list[tuple[torch.Tensor, Shape]] = []
+
+        def read(index: int, shape: Shape) -> torch.Tensor:
+            tensor = self._given.read(shape)
+            served.append((tensor, shape))
+            return tensor
+
+        value = unpack_value(event.value, read, _other)
+        left = self._session.reach(event.location, value, by_request=event.by_request)
+        self._returned.reset()
+        reply.edited, reply.replaced = [], None
+        for index, (tensor, shape) in enumerate(served):
+            if not self._given.equals(tensor, shape):
+                reply.edited.append((index, self._share(tensor)))
+        if left is not value:
+            reply.replaced = pack_value(left, self._share, _number)
+
+    def _share(self, tensor: torch.Tensor) -> Shape:
+        start = self._returned.room(tensor.nbytes)
+        if start is None:
+            raise SharedValueError(f"a block's values take more than the {self._returned.size} bytes of shared memory")
+        self._returned.write(tensor, start)
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+
+    # --- asked by a block ---------------------------------------------------------------------------------------------
+
+    def _call(self, path: str, value: Any) -> Any:
+        self._returned.reset()
+        return self._ask(Request(path, value=pack_value(value, self._share, _number)))
+
+    def _fetch(self, path: str, attribute: str) -> Any:
+        key = path, attribute
+        if key not in self._fetched:
+            try:
+                self._fetched[key] = self._ask(Request(f"model.{path}" if path else "model", attribute)), None
+            except AttributeError as error:
+                self._fetched[key] = None, str(error)
+        value, missing = self._fetched[key]
+        if missing is not None:
+            raise AttributeError(missing)
+        return value
+
+    def _ask(self, request: Request) -> Any:
+        with time_limit.shielded(waiting=True):
+            self._calls.send(_encode(request))
+            answer = _answers.decode(self._calls.receive())
+            if answer.error is not None:
+                kind, message = answer.error
+                raise _ERRORS.get(kind, RuntimeError)(message)
+            assert answer.value is not None
+            return unpack_value(answer.value, lambda _, shape: self._given.read(shape), _other)
+
+
+def _limit(settings: HostSettings, *, waits: bool) -> float:
+    """How long a block may take, in seconds; 0 for any time."""
+    limits = [settings.block_timeout, settings.step_timeout if waits else 0.0]
+    return min((one for one in limits if one), default=0.0)
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (AttributeError, IndexError, KeyError, LookupError, NotImplementedError, TypeError, ValueError)
+}
+
+
+def _other(given: Any) -> Any:
+    if given is None:
+        return NO_SKIP
+    return _Opaque(int(given[0]), str(given[1]))
+
+
+def _number(value: Any) -> Any:
+    if value is NO_SKIP:
+        return None
+    if isinstance(value, _Opaque):
+        return [value.number]
+    raise SharedValueError(f"{type(value).__name__} cannot be given to the model")
+
+
+def start(settings: HostSettings) -> None:
+    """Prepare this process to run blocks. Called once, before any block is compiled."""
+    torch.set_num_threads(settings.threads)
+    inc()
+    save_marks.install()
+    time_limit.keep_modules(("nnsight", "tracewire"), save_marks.remount)
+    time_limit.limit_turns(settings.block_timeout)
+    os.environ.clear()
+
+
+__all__ += ["start"]

@@ -1,0 +1,100 @@
+"""Starts hosts of blocks: a process that has imported all that a block needs, and forks.
+
+    python -m tracewire_engine.block_host.server DESCRIPTOR
+
+The worker starts it with an empty environment. It runs no block itself. Each message over the socket `DESCRIPTOR` asks
+for one host and brings its descriptors, and is answered with the host's process id and a descriptor of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serve the worker until it closes the socket."""
+    from tracewire_engine.block_host.stand_ins import install_vllm
+
+    install_vllm()
+    import msgspec
+
+    from tracewire_engine.block_host import confinement
+    from tracewire_engine.block_host.driver import Driver, start  # noqa: F401 (imported before the forks)
+    from tracewire_engine.link.host_channel import receive_descriptors, send_descriptors
+    from tracewire_engine.protocol.block_host import HostSettings
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    confinement.die_with_parent()
+    _, (described,) = receive_descriptors(control)
+    with open(described, "rb") as file:
+        settings = msgspec.msgpack.decode(file.read(), type=HostSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel ends the children's records when they die; the worker holds descriptors of them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    send_descriptors(control, b"ready", [])
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, descriptors = receive_descriptors(control)
+        if not message:
+            return
+        host = os.fork()
+        if not host:
+            control.close()
+            _become_host(settings, descriptors)
+        process = os.pidfd_open(host)
+        send_descriptors(control, str(host).encode(), [process])
+        for one in (process, *descriptors):
+            os.close(one)
+
+
+def _become_host(settings: object, descriptors: list[int]) -> None:
+    """Run blocks in this process until the worker closes the connection, and end."""
+    import msgspec
+
+    from tracewire_engine.block_host import confinement
+    from tracewire_engine.block_host.driver import Driver, start
+    from tracewire_engine.link.host_channel import HostChannel
+    from tracewire_engine.link.shared_rows import RowMemory
+    from tracewire_engine.protocol.block_host import Broken, HostSettings, Ready
+
+    code = 1
+    reports: HostChannel | None = None
+    try:
+        assert isinstance(settings, HostSettings)
+        calls_at, reports_at, *shared = _moved(descriptors)
+        given, returned = [RowMemory(one, os.fstat(one).st_size) for one in shared]
+        reports = HostChannel(socket.socket(fileno=reports_at))
+        start(settings)
+        driver = Driver(settings, HostChannel(socket.socket(fileno=calls_at)), reports, given, returned)
+        missing = confinement.confine(settings.readable, memory=settings.memory)
+        reports.send(msgspec.msgpack.encode(Ready(missing)))
+        driver.run()
+        code = 0
+    except BaseException as error:
+        if reports is not None:
+            reports.send(msgspec.msgpack.encode(Broken(f"{type(error).__name__}: {error}"[:10_000])))
+    finally:
+        os._exit(code)
+
+
+def _moved(descriptors: list[int]) -> list[int]:
+    """The descriptors as the lowest but for the standard ones; all others are closed."""
+    first = 3
+    nothing = os.open(os.devnull, os.O_RDWR)
+    spare = [os.dup2(one, 100 + place) for place, one in enumerate(descriptors)]
+    for standard in range(first):
+        os.dup2(nothing, standard)
+    moved = [os.dup2(one, first + place) for place, one in enumerate(spare)]
+    os.closerange(first + len(moved), 1 << 16)
+    return moved
+
+
+if __name__ == "__main__":
+    main()

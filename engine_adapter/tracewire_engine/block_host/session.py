@@ -1,0 +1,278 @@
+"""The blocks of one trace in their host: the same registry, mediators and trackers as a worker's, fed by the worker.
+
+A worker runs blocks between the model's modules. A host has no model: it is told what the model has reached, and serves
+the rows of its own requests to its blocks as a worker would serve them. All that a block can do is done here by the
+code that does it in a worker (`worker/blocks`): nnsight's interleaver and mediators, live parameters, shared values,
+barriers, caches, the finding of new saves, and the end of requests.
+"""
+
+from __future__ import annotations
+
+import types
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from nnsight.intervention.batching import SkipParts
+from nnsight.intervention.envoy import Envoy
+from nnsight.intervention.interleaver import Event
+from nnsight.modeling.vllm.interleaver import VLLMInterleaver
+
+from tracewire_engine.protocol.block_host import (
+    Began,
+    Finished,
+    HostSettings,
+    Wait,
+)
+from tracewire_engine.worker.blocks import time_limit
+from tracewire_engine.worker.blocks.batched_serving import BlockServing, RowBatcher
+from tracewire_engine.worker.blocks.compiler import BlockCache
+from tracewire_engine.worker.blocks.live_params import LIVE, LiveRuns
+from tracewire_engine.worker.blocks.mediator import RESULT, SAMPLES, BlockMediator
+from tracewire_engine.worker.finishing import RequestFinisher
+from tracewire_engine.worker.large_arrays import LargeArrayBudget
+from tracewire_engine.worker.reporting import StepReporter
+from tracewire_engine.worker.requests import TracedRequests
+from tracewire_engine.worker.traced_model import TracedModel
+
+__all__ = ["HostInterleaver", "HostedModel", "Session"]
+
+#: Locations that are the session's own: the model never reaches them.
+_OURS = (LIVE, RESULT, None)
+
+
+class HostedEnvoy(Envoy):
+    """An envoy of a module that the worker holds: calling it calls the worker's module."""
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        if hook:
+            raise NotImplementedError("hook=True is not supported by blocks in a process of their own")
+        return self.interleaver.call(self.path, (args, kwargs))
+
+    @property
+    def source(self) -> Any:
+        """Refused: a host does not have the module's code."""
+        raise NotImplementedError(
+            f"{self.path.removeprefix('model.')}.source: operations inside a module are not served to blocks in a "
+            "process of their own (--blocks host)"
+        )
+
+
+class HostedModel(TracedModel):
+    """The `model` of a block in a host: a tree of stand-ins."""
+
+    def __init__(self, module: torch.nn.Module, interleaver: HostInterleaver, settings: HostSettings) -> None:
+        self.vllm_entrypoint = None
+        self.tokenizer = None
+        Envoy.__init__(self, module, interleaver=interleaver, envoys=HostedEnvoy)
+        self.__dict__["_tracewire_layers"] = settings.layers
+        self.__dict__["_tracewire_sums"] = settings.sums
+
+    __call__ = HostedEnvoy.__call__
+    source = HostedEnvoy.source
+
+
+class HostInterleaver(VLLMInterleaver, BlockServing):
+    """nnsight's interleaver in a host, which is told what the model reaches."""
+
+    #: Calls a module of the model: its path, and `(args, kwargs)`.
+    call: Callable[[str, Any], Any]
+
+    def __init__(self, settings: HostSettings, call: Callable[[str, Any], Any]) -> None:
+        super().__init__(settings.taps)
+        self.call = call
+        self.skipped = {}
+        self.encoders = tuple(settings.encoders)
+        self.defer_exceptions = True
+        self.interleaving = True
+        self.batcher = RowBatcher(None)
+
+    def instrument(self, envoy: Any) -> None:
+        """Do nothing: no module runs here."""
+
+    def handle(self, provider: str, value: Any) -> Any:
+        # As `DeclaredInterleaver.handle`, which runs beside a model.
+        if self.skipped:
+            value = self.put_skipped(provider, value)
+        value = super().handle(provider, value)
+        return self.keep_skipped(provider, value) if type(value) is SkipParts else value
+
+
+class _NoDeclared:
+    """Stands for a worker's declared interventions, of which a host has none."""
+
+    plan = None
+
+    def __init__(self) -> None:
+        self.live: dict[str, Any] = {}
+
+    def pop(self, request: str) -> None:
+        """No request has any."""
+
+
+class Session:
+    """The blocks of one trace.
+
+    Args:
+        module: the root of a tree of stand-ins.
+        settings: of the engine.
+        call: calls a module of the model.
+        link: takes the reports of steps and of ends (`send`).
+        blobs: takes large arrays, as a worker's `BlobSender` does.
+        inputs: has the bytes of large variables, by the names of their files (`inputs / name`).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        settings: HostSettings,
+        call: Callable[[str, Any], Any],
+        link: Any,
+        blobs: Any,
+        inputs: Any = None,
+    ) -> None:
+        self._settings = settings
+        self.interleaver = HostInterleaver(settings, call)
+        self.model = HostedModel(module, self.interleaver, settings)
+        cpu = torch.device("cpu")
+        budget = LargeArrayBudget(settings.blob_threshold)
+        declared: Any = _NoDeclared()
+        self._requests = TracedRequests(BlockCache(self.model, cpu, inputs), declared, LiveRuns(), budget, None)
+        self._requests.encoders = self.interleaver.encoders
+        self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
+        self._finisher = RequestFinisher(self._requests, self._reporter, self.interleaver)
+        #: Failures of declared interventions of ended requests, by the scheduler's id.
+        self._by_request = False
+
+    # --- what the worker tells ----------------------------------------------------------------------------------------
+
+    def begin(self, began: Began) -> None:
+        """Begin a step of the model."""
+        time_limit.begin_step()
+        requests, interleaver = self._requests, self.interleaver
+        self._by_request = False
+        requests.live.apply()
+        interleaver.mediators = []
+        interleaver.sourced.clear()
+        new = [_new(one.id, one.arguments) for one in began.new]
+        requests.add(new, {})
+        for one in began.new:
+            if one.reserved and one.id in requests.traced:
+                requests.traced[one.id].tracker.reserved = frozenset(one.reserved)
+        requests.scope(self.model, [(name, tokens) for name, tokens, _ in began.spans])
+        interleaver.handle(LIVE, None)
+        indices = {name: index for name, _, index in began.spans}
+        for request_id, progress in requests.traced.items():
+            progress.index = indices.get(request_id, -1)
+
+    def reach(self, location: str, value: Any, *, by_request: bool) -> Any:
+        """Serve a location that the model has reached. Returns the value as the blocks leave it."""
+        if by_request:
+            if not self._by_request:
+                self._by_request = True
+                self._requests.unflatten(self.model)
+            self._keep_running()
+        if location == SAMPLES:
+            return self._reach_samples(location, value)
+        return self.interleaver.handle(location, value)
+
+    def _keep_running(self) -> None:
+        # As nnsight's `_still_running`.
+        interleaver = self.interleaver
+        interleaver.mediators = [one for one in interleaver.mediators if one.alive]
+        interleaver.reindex()
+
+    def _reach_samples(self, location: str, drawn: Any) -> Any:
+        # As `TracewireRunner._sample`.
+        parked = [one for one in self.interleaver.mediators if one.pending is not None]
+        asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
+        asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
+        before = drawn.clone()
+        served = self.interleaver.handle(location, drawn)
+        size = self._settings.vocabulary
+        valid = ((served >= 0) & (served < size)).all(-1)
+        if bool(valid.all()):
+            return served
+        for row in (~valid).nonzero().flatten().tolist():
+            left = [token for token in served[row].tolist() if not 0 <= token < size]
+            for mediator, where in asked:
+                rows: Any = mediator.batch_group
+                if isinstance(mediator, BlockMediator) and rows[0] == row and mediator.exception is None:
+                    mediator.halt(mediator.not_in_vocabulary(left, size, where))
+        return torch.where(valid.unsqueeze(-1), served, before)
+
+    def end(self) -> None:
+        """End the step, and report it."""
+        self._requests.record_saves()
+        self._reporter.report_step()
+        self._reporter.send()
+
+    def finish(self, finished: Finished) -> None:
+        """End a request of the trace, and report it."""
+        requests = self._requests
+        request, progress = requests.requests.get(finished.id), requests.traced.get(finished.id)
+        if request is not None and progress is not None and finished.failure is not None:
+            request.error = request.error or finished.failure
+            if finished.failed_at is not None and progress.ended_at is None:
+                progress.ended_at = finished.failed_at
+        tokens = {} if finished.tokens is None else {finished.id: finished.tokens}
+        self._finisher.finish_requests({finished.id}, tokens)
+        self._reporter.send(wait=True)
+
+    def steer(self, changes: bytes) -> None:
+        """Take changes of live parameters."""
+        self._requests.live.steer(changes)
+
+    def generated(self, message: bytes) -> None:
+        """Take the adapter's message about an ended request."""
+        requests = self._requests
+        name, waiting = requests.results.take(message)
+        for request, progress in waiting:
+            self._finisher.wind_up(request, progress)
+        if not any(other.engine_id == name for other in requests.requests.values()):
+            requests.results.forget(name)
+        self._reporter.send(wait=True)
+
+    # --- what the worker asks -----------------------------------------------------------------------------------------
+
+    def waits(self) -> list[Wait]:
+        """The locations that the blocks wait for, and how often the model passes each before it matters."""
+        counts = self.interleaver.counts
+        found: dict[str, int] = dict.fromkeys(self.interleaver.skipped, 0)
+        for mediator in self.interleaver.mediators:
+            pending = mediator.pending
+            if pending is None or pending.provider in _OURS:
+                continue
+            where = pending.provider
+            after = pending.iteration - (counts.get(where, 0) - mediator.counts_at_start.get(where, 0))
+            if after >= 0:
+                found[where] = min(after, found.get(where, after))
+        return [Wait(*one) for one in found.items()]
+
+    def begins(self) -> bool:
+        """Whether a block waits for the beginning of a step."""
+        return any(
+            one.pending is not None and (one.pending.provider == LIVE or one.pending.event is Event.BARRIER)
+            for one in self.interleaver.mediators
+        )
+
+    def observed(self) -> list[str]:
+        """The locations that caches of the blocks record."""
+        return list(self.interleaver.observers)
+
+    def count(self, passed: array[int], names: list[str]) -> None:
+        """Count locations that the model has passed, by their places in `names`."""
+        counts = self.interleaver.counts
+        for place in passed:
+            name = names[place]
+            counts[name] = counts.get(name, 0) + 1
+
+    def idle(self) -> bool:
+        """Whether no request of the trace is left."""
+        return not self._requests.requests and not self._requests.results.waiting
+
+
+def _new(request_id: str, arguments: dict[str, Any]) -> Any:
+    """A request as vLLM's scheduler describes a new one."""
+    return types.SimpleNamespace(req_id=request_id, sampling_params=types.SimpleNamespace(extra_args=arguments))

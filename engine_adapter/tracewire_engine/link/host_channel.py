@@ -1,0 +1,180 @@
+"""A stream of messages between a worker and a process that runs blocks, over a Unix socket."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+
+__all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptors", "send_descriptors"]
+
+_HEAD = struct.Struct("<I")
+
+#: How many bytes are read at once, and how many the kernel may hold of messages that the other end has not read.
+_PIECE, _HELD = 1 << 18, 4 << 20
+
+
+class ChannelClosed(ConnectionError):
+    """The other end of the channel is gone, or what it sent is no message."""
+
+
+class ChannelTimeout(TimeoutError):
+    """The other end has not answered in time."""
+
+
+class HostChannel:
+    """One end of a channel. Sending never blocks; what the kernel does not take yet waits here for `flush`.
+
+    Args:
+        connection: a connected stream socket.
+        most: the largest message that is taken, in bytes. A larger one closes the channel.
+        backlog: how many bytes may wait here. More of them close the channel.
+    """
+
+    def __init__(self, connection: socket.socket, most: int = 1 << 30, backlog: int = 256 << 20) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HELD)
+        self._most, self._backlog = most, backlog
+        self._waiting: deque[memoryview] = deque()
+        self._waits = 0
+        self._lock = threading.Lock()
+        self._read = bytearray()
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether messages wait for `flush`."""
+        return bool(self._waiting)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or keep what the kernel does not take of it.
+
+        Raises:
+            ChannelClosed: the other end is gone, or has left too much unread.
+        """
+        with self._lock:
+            self._waiting.append(memoryview(_HEAD.pack(len(message)) + message))
+            self._waits += len(message) + _HEAD.size
+            self._flush()
+            if self._waits > self._backlog:
+                raise ChannelClosed(f"{self._waits} bytes wait to be read")
+
+    def flush(self) -> None:
+        """Send what waits, as far as the kernel takes it.
+
+        Raises:
+            ChannelClosed: the other end is gone.
+        """
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            piece = self._waiting[0]
+            try:
+                sent = self._socket.send(piece)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            self._waits -= sent
+            if sent < len(piece):
+                self._waiting[0] = piece[sent:]
+            else:
+                self._waiting.popleft()
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for a message.
+
+        Raises:
+            ChannelClosed: the other end is gone.
+            ChannelTimeout: none came within `timeout_s` seconds.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while (message := self._next()) is None:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise ChannelTimeout
+            events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
+            poll = select.poll()
+            poll.register(self._socket, events)
+            ready = poll.poll(None if left is None else max(1, int(left * 1000)))
+            if any(event & select.POLLOUT for _, event in ready):
+                self.flush()
+            if any(event & ~select.POLLOUT for _, event in ready):
+                self._take()
+        return message
+
+    def arrived(self) -> list[bytes]:
+        """The messages that have come. Does not wait.
+
+        Raises:
+            ChannelClosed: the other end is gone, and all its messages were returned before.
+        """
+        closed: ChannelClosed | None = None
+        try:
+            self._take()
+        except ChannelClosed as error:
+            closed = error
+        found = []
+        while (message := self._next()) is not None:
+            found.append(message)
+        if closed is not None and not found:
+            raise closed
+        return found
+
+    def _take(self) -> None:
+        try:
+            piece = self._socket.recv(_PIECE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not piece:
+            raise ChannelClosed("the other end has closed it")
+        self._read += piece
+
+    def _next(self) -> bytes | None:
+        if len(self._read) < _HEAD.size:
+            return None
+        (size,) = _HEAD.unpack_from(self._read)
+        if size > self._most:
+            raise ChannelClosed(f"a message of {size} bytes; at most {self._most} are taken")
+        end = _HEAD.size + size
+        if len(self._read) < end:
+            return None
+        message = bytes(memoryview(self._read)[_HEAD.size : end])
+        del self._read[:end]
+        return message
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._socket.close()
+
+
+def send_descriptors(connection: socket.socket, message: bytes, descriptors: list[int]) -> None:
+    """Send a short message with descriptors over a socket that keeps messages apart (`SOCK_SEQPACKET`)."""
+    packed = array.array("i", descriptors).tobytes()
+    connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if descriptors else [])
+
+
+def receive_descriptors(connection: socket.socket, most: int = 8) -> tuple[bytes, list[int]]:
+    """Receive what `send_descriptors` sent. The message is empty if the other end is gone."""
+    room = socket.CMSG_SPACE(most * array.array("i").itemsize)
+    message, extra, _, _ = connection.recvmsg(1 << 16, room)
+    found = array.array("i")
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return message, list(found)

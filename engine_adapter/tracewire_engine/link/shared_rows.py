@@ -1,0 +1,194 @@
+"""Tensors in memory that a worker shares with one process that runs blocks.
+
+The worker makes the memory and seals its size, so that the other process can neither shrink nor grow it. Each process
+copies what it takes out of the memory before it uses it, so what the other one writes there later changes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tracewire_engine.protocol.block_host import Shape, Shared
+
+__all__ = ["OPAQUE", "RowMemory", "SharedValueError", "pack_value", "unpack_value"]
+
+#: Where a tensor may begin: at multiples of this.
+_ALIGNED = 64
+
+#: How much of the memory is used in turns before it begins anew, unless one value needs more.
+_TURN = 8 << 20
+
+#: The kinds of a skeleton's nodes. All but plain values are lists that begin with one of these.
+_TENSOR, _TUPLE, _LIST, _DICT, _OTHER = range(5)
+
+#: The name of the kind of value that stands for one that cannot be shared.
+OPAQUE = _OTHER
+
+#: How deep values may nest.
+_DEPTH = 16
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
+}
+
+
+class SharedValueError(ValueError):
+    """A value does not fit into the shared memory, or what the other process sent is no value."""
+
+
+class RowMemory:
+    """A piece of memory that two processes share, into which one of them writes.
+
+    Bytes are used in turns. `taken` counts all bytes ever given out, and `returned` those of them that the reader no
+    longer needs.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._map = mmap.mmap(descriptor, size)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.descriptor, self.size = descriptor, size
+        self.taken = self.returned = 0
+        self._next = 0
+
+    @classmethod
+    def create(cls, size: int) -> RowMemory:
+        """Make `size` bytes of memory, none of which takes room before it is written."""
+        descriptor = os.memfd_create("tracewire-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(descriptor, size)
+
+    def room(self, size: int) -> int | None:
+        """Where `size` bytes can be written: the first byte. `None` while the reader still needs too many others."""
+        size = -(-size // _ALIGNED) * _ALIGNED
+        if self.taken == self.returned:
+            self._next = 0
+        held = self.taken - self.returned
+        start, turn = self._next, max(_TURN, min(self.size, 2 * size))
+        skipped = 0
+        if start + size > turn and start:
+            # What is left of this turn counts as taken, and is returned with the bytes behind it.
+            skipped, start = max(0, turn - start), 0
+        if size > self.size or (held + skipped + size > turn and held):
+            return None
+        self.taken += skipped + size
+        self._next = start + size
+        return start
+
+    def reset(self) -> None:
+        """Count all bytes as returned."""
+        self.returned = self.taken
+
+    def write(self, tensor: torch.Tensor, start: int) -> None:
+        """Copy a tensor's elements to byte `start` and on."""
+        if tensor.numel():
+            flat = self._bytes[start : start + tensor.nbytes].view(tensor.dtype)
+            flat.view(tensor.shape).copy_(tensor)
+
+    def read(self, shape: Shape) -> torch.Tensor:
+        """A copy of a tensor.
+
+        Raises:
+            SharedValueError: there is no such tensor.
+        """
+        dtype = _DTYPES.get(shape.dtype)
+        if dtype is None or any(size < 0 for size in shape.shape):
+            raise SharedValueError(f"no tensor has this dtype and shape: {shape!r}"[:200])
+        size = dtype.itemsize
+        for length in shape.shape:
+            size *= length
+        if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
+            raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
+        if not size:
+            return torch.empty(shape.shape, dtype=dtype)
+        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+
+    def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
+        """Whether a tensor has the very bytes that lie there, NaN included."""
+        if not tensor.numel():
+            return True
+        there = self._bytes[shape.start : shape.start + tensor.nbytes]
+        return bool(torch.equal(tensor.contiguous().view(-1).view(torch.uint8), there))
+
+    def close(self) -> None:
+        """Let go of the memory, once no tensor refers to it."""
+        del self._bytes
+        os.close(self.descriptor)
+
+
+Writer = Callable[[torch.Tensor], Shape]
+
+
+def pack_value(value: Any, write: Writer, other: Callable[[Any], Any]) -> Shared:
+    """A value in the form in which it is shared.
+
+    Args:
+        value: nested tuples, lists and dicts of tensors and plain values.
+        write: shares a tensor.
+        other: makes the plain value that stands for any other object.
+
+    Raises:
+        SharedValueError: it nests too deep.
+    """
+    tensors: list[Shape] = []
+
+    def pack(one: Any, depth: int) -> Any:
+        if isinstance(one, torch.Tensor):
+            tensors.append(write(one))
+            return [_TENSOR, len(tensors) - 1]
+        if one is None or type(one) in (bool, int, float, str):
+            if type(one) is int and not -(2**63) <= one < 2**64:
+                raise SharedValueError("an integer of more than 64 bits")
+            return one
+        if depth == _DEPTH:
+            raise SharedValueError(f"a value nests deeper than {_DEPTH}")
+        if isinstance(one, tuple):
+            return [_TUPLE, *[pack(item, depth + 1) for item in one]]
+        if isinstance(one, list):
+            return [_LIST, *[pack(item, depth + 1) for item in one]]
+        if isinstance(one, dict):
+            return [_DICT, *[[pack(key, depth + 1), pack(item, depth + 1)] for key, item in one.items()]]
+        return [_OTHER, other(one)]
+
+    return Shared(pack(value, 0), tensors)
+
+
+def unpack_value(shared: Shared, read: Callable[[int, Shape], torch.Tensor], other: Callable[[Any], Any]) -> Any:
+    """The value that was shared.
+
+    Args:
+        shared: as `pack_value` made it, or as another process claims to have made it.
+        read: takes a tensor by its index and its place.
+        other: makes the object that a plain value stands for.
+
+    Raises:
+        SharedValueError: `shared` is no value.
+    """
+
+    def unpack(node: Any, depth: int) -> Any:
+        if not isinstance(node, list):
+            return node
+        if depth > _DEPTH or not node:
+            raise SharedValueError("a value nests too deep, or is of no kind")
+        kind, rest = node[0], node[1:]
+        if kind == _TENSOR and len(rest) == 1 and type(rest[0]) is int and 0 <= rest[0] < len(shared.tensors):
+            return read(rest[0], shared.tensors[rest[0]])
+        if kind == _TUPLE:
+            return tuple([unpack(item, depth + 1) for item in rest])
+        if kind == _LIST:
+            return [unpack(item, depth + 1) for item in rest]
+        if kind == _DICT and all(isinstance(pair, list) and len(pair) == 2 for pair in rest):
+            return {unpack(key, depth + 1): unpack(item, depth + 1) for key, item in rest}
+        if kind == _OTHER and len(rest) == 1:
+            return other(rest[0])
+        raise SharedValueError("a value is of no kind")
+
+    return unpack(shared.skeleton, 0)

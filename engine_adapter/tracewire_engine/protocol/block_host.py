@@ -1,0 +1,251 @@
+"""Messages between a worker and the hosts of blocks: processes that each run the blocks of one trace.
+
+A worker sends a host `Turn`s: what has happened to the trace since the last one, in order. If the worker waits, the
+host answers with a `Reply`. Until then it may ask the worker to do something for a block (`Request`), and the worker
+answers each with an `Answer`. Over a second socket the host reports the saves of each step (`Reported`), for which
+nothing waits.
+
+Tensors lie in memory that both share. A `Shape` says where, and a value that holds tensors is a *skeleton*: a nested
+list of small numbers, names and indices of tensors (`link/shared_rows.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from tracewire_bus.wire.messages import Failure
+
+from .messages import FinishRecord, StepRecord
+
+__all__ = [
+    "Answer",
+    "Arrived",
+    "Began",
+    "Broken",
+    "Chunk",
+    "Ended",
+    "Event",
+    "Finished",
+    "Generated",
+    "HostSettings",
+    "ModuleOutline",
+    "Reached",
+    "Ready",
+    "Reply",
+    "Report",
+    "Reported",
+    "Request",
+    "Shape",
+    "Shared",
+    "Steered",
+    "Turn",
+    "Wait",
+]
+
+
+class Shape(NamedTuple):
+    """A tensor in shared memory: its dtype's name, its shape, and its first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class Shared(msgspec.Struct, array_like=True):
+    """A value whose tensors lie in shared memory."""
+
+    skeleton: Any = None
+    tensors: list[Shape] = []
+
+
+class Arrived(msgspec.Struct, array_like=True):
+    """A request of the trace that is new to the worker. `arguments` are those of its `extra_args` for blocks.
+
+    `reserved` are the names under which its declared interventions save.
+    """
+
+    id: str
+    arguments: dict[str, Any]
+    reserved: list[str] = []
+
+
+class Began(msgspec.Struct, array_like=True, tag="began"):
+    """The model begins a step with requests of this trace.
+
+    `spans` has, for each request of the trace in the step, its id, its number of tokens, and the index of the token
+    that the step samples for it. They are in the order of the rows.
+    """
+
+    new: list[Arrived]
+    spans: list[tuple[str, int, int]]
+
+
+class Reached(msgspec.Struct, array_like=True, tag="reached"):
+    """The model has reached a location: the rows of the trace's requests there.
+
+    `passed` are the locations that the model has passed in this step since the last event, as numbers of two bytes in
+    the order of `Turn.names`. `by_request` says that each request has one row, as it has in logits and samples.
+    """
+
+    location: str
+    value: Shared
+    passed: bytes = b""
+    by_request: bool = False
+
+
+class Ended(msgspec.Struct, array_like=True, tag="ended"):
+    """A step of the model has ended. The host reports it. `mark` counts the bytes that the worker has shared so far."""
+
+    passed: bytes = b""
+    mark: int = 0
+
+
+class Finished(msgspec.Struct, array_like=True, tag="finished"):
+    """The scheduler has ended a request of the trace.
+
+    `tokens` is how many tokens it has, if the scheduler knows it. `failure` is the error of its declared interventions,
+    and `failed_at` the index of the token in whose step it occurred.
+    """
+
+    id: str
+    tokens: int | None = None
+    failure: Failure | None = None
+    failed_at: int | None = None
+
+
+class Steered(msgspec.Struct, array_like=True, tag="steered"):
+    """Changes of live parameters (`encode_changes`), which take effect with the next step."""
+
+    changes: bytes
+
+
+class Generated(msgspec.Struct, array_like=True, tag="generated"):
+    """The adapter's message about an ended request (`protocol.messages.Generated`), still encoded."""
+
+    message: bytes
+
+
+Event: TypeAlias = Began | Reached | Ended | Finished | Steered | Generated
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """Events of a trace, for its host. `names` are names of locations that the host has not been told before."""
+
+    events: list[Event]
+    waits: bool = False
+    names: list[str] = []
+
+
+class Wait(NamedTuple):
+    """A location that a block waits for, and how often the model passes it before it does what the block asks."""
+
+    location: str
+    after: int
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """A host's answer to a turn for which the worker waits.
+
+    `waits` are the locations at which the model must wait for the host, and `observed` those of which the host wants
+    the rows. `begins` says that the model must also wait when the next step begins. `edited` has the tensors that
+    blocks have changed in place, by their index in the value that was reached, and `replaced` the new value if a block
+    has assigned one.
+    """
+
+    waits: list[Wait] = []
+    observed: list[str] = []
+    begins: bool = False
+    edited: list[tuple[int, Shape]] = []
+    replaced: Shared | None = None
+
+
+class Request(msgspec.Struct, array_like=True, tag="request"):
+    """A block's request to the worker: call a module on a value, or read an attribute of a module.
+
+    `path` is the module's, such as `model.lm_head`. `attribute` is empty for a call, whose `value` is `(args, kwargs)`.
+    Without a path, `attribute` is the name of the file of a large variable, whose bytes are asked for.
+    """
+
+    path: str
+    attribute: str = ""
+    value: Shared | None = None
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The worker's answer to a `Request`: a value, or an error by the name of its builtin class and its message."""
+
+    value: Shared | None = None
+    error: tuple[str, str] | None = None
+
+
+class Reported(msgspec.Struct, array_like=True, tag="reported"):
+    """A host's report: the new saves of a step and the ends of requests.
+
+    `turns` says how many turns the host has taken, and `mark` is that of the last `Ended` among them.
+    """
+
+    steps: list[StepRecord] = []
+    finishes: list[FinishRecord] = []
+    turns: int = 0
+    mark: int = 0
+
+
+class Chunk(msgspec.Struct, array_like=True, tag="chunk"):
+    """A piece of a large array, as in `BlobChunk`. Behind the last one comes the report that refers to the array."""
+
+    request: str
+    blob: str
+    number: int
+    data: bytes
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """A host is confined, and waits for turns. `missing` is what this machine's kernel could not do of that."""
+
+    missing: list[str] = []
+
+
+class Broken(msgspec.Struct, array_like=True, tag="broken"):
+    """A host ends because of an error that is no block's."""
+
+    message: str
+
+
+Report: TypeAlias = Reported | Chunk | Ready | Broken
+
+
+class ModuleOutline(msgspec.Struct, array_like=True):
+    """A module of the model as a host sees it: its path below the root, the name of its class, and its kind.
+
+    `kind` is `"list"` or `""` for any other module. `extra` is what its `repr` shows. A module that the model has at an
+    earlier path too is the one at that path, `same`.
+    """
+
+    path: str
+    name: str
+    kind: str = ""
+    extra: str = ""
+    same: str | None = None
+
+
+class HostSettings(msgspec.Struct):
+    """What a host knows of its engine. The server of hosts is given it once.
+
+    `block_timeout` is how long a block may take in a step, in seconds (0: any time), and `step_timeout` how long in a
+    turn for which the model waits. `layers` and `sums` are those of `TracedModel`.
+    """
+
+    modules: list[ModuleOutline]
+    layers: str = ""
+    sums: bool = True
+    taps: list[str] = []
+    encoders: list[str] = []
+    vocabulary: int = 0
+    threads: int = 1
+    block_timeout: float = 10.0
+    step_timeout: float = 4.0
+    blob_threshold: int = 0
+    memory: int = 4 << 30
+    readable: list[str] = []

@@ -1,0 +1,153 @@
+"""Starts hosts of blocks, some ahead of need, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+
+import msgspec
+
+from tracewire_engine.link.host_channel import HostChannel, receive_descriptors, send_descriptors
+from tracewire_engine.link.shared_rows import RowMemory
+from tracewire_engine.protocol.block_host import HostSettings
+
+__all__ = ["HostPool", "HostProcess"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+#: How much memory a worker and a host share in each direction, in bytes. It takes room as it is used.
+SHARED_BYTES = 1 << 30
+
+#: How long the server of hosts may take to start, or to fork, in seconds.
+_PATIENCE_S = 120.0
+
+#: The largest message of a host: a step's saves. Large arrays come in pieces.
+_MOST_BYTES = 256 << 20
+
+#: The variables of the worker's environment that the server of hosts is given.
+_KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+class HostProcess:
+    """A process that runs the blocks of one trace, and the worker's ends of its connections."""
+
+    def __init__(self, pid: int, process: int, ends: _Ends) -> None:
+        self.pid = pid
+        self._process = process
+        self.calls, self.reports = ends.calls, ends.reports
+        self.given, self.returned = ends.given, ends.returned
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return not select.select([self._process], [], [], 0)[0]
+
+    def close(self) -> None:
+        """Kill the process if it has not ended, and close what belongs to it."""
+        self.kill()
+        self.calls.close()
+        self.reports.close()
+        self.given.close()
+        self.returned.close()
+        os.close(self._process)
+
+
+class _Ends:
+    """The worker's ends of the connections of a host that is being started."""
+
+    def __init__(self) -> None:
+        calls, self._calls = socket.socketpair()
+        reports, self._reports = socket.socketpair()
+        self.calls, self.reports = HostChannel(calls, _MOST_BYTES), HostChannel(reports, _MOST_BYTES)
+        self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
+
+    def hand_over(self, control: socket.socket) -> None:
+        """Give the other ends to the server of hosts."""
+        theirs = [self._calls.fileno(), self._reports.fileno(), self.given.descriptor, self.returned.descriptor]
+        send_descriptors(control, b"host", theirs)
+        self._calls.close()
+        self._reports.close()
+
+
+class HostPool:
+    """Hosts of blocks, `spare` of which wait for a trace.
+
+    Args:
+        settings: of the engine.
+        spare: how many hosts to start ahead of need.
+    """
+
+    def __init__(self, settings: HostSettings, spare: int = 2) -> None:
+        self._spare = spare
+        self._starting: deque[_Ends] = deque()
+        self._ready = False
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        described = os.memfd_create("tracewire-host-settings")
+        os.write(described, msgspec.msgpack.encode(settings))
+        os.lseek(described, 0, os.SEEK_SET)
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        # Threads of OpenMP that wait sleep, since hosts wait most of the time.
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+        environment |= {"TRANSFORMERS_VERBOSITY": "error", "PYTHONNOUSERSITE": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tracewire_engine.block_host.server", str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+        )
+        theirs.close()
+        send_descriptors(self._control, b"settings", [described])
+        os.close(described)
+        self._control.settimeout(_PATIENCE_S)
+
+    def ahead(self) -> None:
+        """Have the server start hosts ahead of need. Does not wait for them."""
+        while len(self._starting) < self._spare:
+            self._start()
+
+    def _start(self) -> None:
+        ends = _Ends()
+        ends.hand_over(self._control)
+        self._starting.append(ends)
+
+    def take(self) -> HostProcess:
+        """A host for a trace. Waits for it if none was started ahead.
+
+        Raises:
+            OSError: the server of hosts has ended, or does not answer.
+        """
+        if not self._starting:
+            self._start()
+        host = self._started()
+        self.ahead()
+        return host
+
+    def _started(self) -> HostProcess:
+        if not self._ready:
+            message, _ = receive_descriptors(self._control)
+            if message != b"ready":
+                raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
+            self._ready = True
+        message, descriptors = receive_descriptors(self._control)
+        if not message:
+            raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
+        return HostProcess(int(message), descriptors[0], self._starting.popleft())
+
+    def close(self) -> None:
+        """End the server and all hosts that wait."""
+        self._server.kill()
+        self._server.wait()
+        self._control.close()

@@ -1,0 +1,435 @@
+"""Finds blocks of which it is certain that they only read, and the locations that they may ask for.
+
+The model need not wait for such a block: the worker copies the rows of these locations and goes on. So a block counts
+as one only if its source leaves no other possibility. Every construct that this module does not know makes it a block
+that may write, which costs time and no correctness. What a block can do to a value that it has read: assign to a part
+of it, use an operator such as `+=` on it, call a method that changes it, or give it to a function that might. So parts
+may be assigned of the block's own lists and dicts only, such operators used on names that never hold a value that was
+read, and only known methods and functions called. Nothing may be assigned to the model.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.protocol.block_host import ModuleOutline
+
+__all__ = ["ModelPaths", "reads_of"]
+
+#: More locations than this are not copied in each step; the model waits for such a block instead.
+MOST = 256
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MODULES = frozenset({"math", "torch"})
+
+#: Functions of Python that change none of their arguments.
+_BUILTINS = _words(
+    """
+    abs all any bool dict enumerate float int len list max min print range repr reversed round set
+    sorted str sum tuple zip
+    """
+)
+
+#: Methods, of tensors, lists, dicts and sets, that change no tensor. Those of the second line return a new one.
+_METHODS = _words(
+    """
+    append bfloat16 chunk contiguous copy count cpu detach diagonal double expand extend flatten
+    float get half index insert int item items keys long narrow numel permute ravel reshape save
+    select setdefault size split squeeze stride swapaxes t to tolist transpose type unbind unflatten
+    unfold unsqueeze update values view view_as dim element_size is_contiguous is_floating_point
+    expand_as reshape_as type_as movedim add
+    """
+)
+_NEW = _words(
+    """
+    abs amax amin argmax argmin argsort clamp clone cos cosh cumsum diff dist div dot eq exp floor
+    ge gt isfinite isinf isnan kthvalue le log log_softmax logsumexp lt matmul max mean median min
+    mm mul ne neg norm outer pow prod quantile relu round rsqrt sigmoid sign sin softmax sort sqrt
+    square std sub sum tanh topk tril triu var bmm cross mv nonzero unique gather index_select
+    masked_select where all any roll flip repeat
+    """
+)
+
+#: Functions of `torch` and `torch.nn.functional` that change none of their arguments, and modules of torch.
+_FUNCTIONS = _NEW | _words(
+    """
+    arange cat chunk einsum empty_like equal eye full full_like linspace narrow no_grad ones
+    ones_like reshape split squeeze stack tensor transpose unsqueeze zeros zeros_like
+    cosine_similarity normalize kl_div cross_entropy gelu silu layer_norm one_hot isclose allclose
+    corrcoef cov trace
+    """
+)
+#: How many positional arguments of functions do no more than choose: another one may say to work in place.
+_POSITIONAL = {"relu": 1, "silu": 1, "gelu": 1, "normalize": 4}
+_TORCH_MODULES = frozenset({"nn", "functional", "linalg", "special"})
+
+#: Attributes that are no method.
+_ATTRIBUTES = _words(
+    """
+    T mT device dtype indices itemsize ndim real shape values nbytes is_cuda
+    """
+)
+
+_SIDES = {"output": "output", "input": "input", "inputs": "input"}
+_RUN = frozenset({"logits", "samples"})
+
+_variables = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+
+
+class _Writes(Exception):
+    """The block may write, or do something that this module does not know."""
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """An expression that is one of these modules of the model, or a list of them."""
+
+    paths: tuple[str, ...]
+    several: bool = False
+
+
+class _Named:
+    """An expression with a meaning of its own: the tracer, `tracer.iter`, a module of Python, or the live values."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+_VALUE = _Named("value")
+_Kind = _Modules | _Named
+
+
+class ModelPaths:
+    """The tree of a model's modules, by path, as blocks see it: the root is `model`.
+
+    `layers` is the path of the list of decoder layers, without the root.
+    """
+
+    def __init__(self, modules: Sequence[ModuleOutline], layers: str) -> None:
+        self.children: dict[str, list[str]] = {"model": []}
+        self.same: dict[str, str] = {}
+        for one in modules:
+            path = f"model.{one.path}" if one.path else "model"
+            self.same[path] = path if one.same is None else f"model.{one.same}"
+            self.children.setdefault(path, [])
+            if one.path:
+                above, _, name = path.rpartition(".")
+                self.children.setdefault(above, []).append(name)
+        self.layers = f"model.{layers}" if layers else ""
+
+    def child(self, path: str, name: str) -> str | None:
+        """The path of a module's child; `None` if there is none of this name."""
+        return self.same[f"{path}.{name}"] if name in self.children[path] else None
+
+
+def reads_of(block: Block, paths: ModelPaths) -> frozenset[str] | None:
+    """The locations that a block may ask for, if it is certain that it only reads; otherwise `None`."""
+    if block.helpers or block.shared or block.imports or not set(block.modules.values()) <= _MODULES:
+        return None
+    try:
+        tree = ast.parse(block.source)
+        variables = _variables.decode(block.variables)
+        found = _Reader(block, paths, variables).read(tree)
+    except (_Writes, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
+        return None
+    return found if len(found) <= MOST else None
+
+
+class _Reader:
+    """Goes through one block."""
+
+    def __init__(self, block: Block, paths: ModelPaths, variables: Iterable[str]) -> None:
+        self._paths = paths
+        self._found: set[str] = set()
+        model, tracer, live = block.parameters
+        self._names: dict[str, _Kind] = dict.fromkeys(variables, _VALUE)
+        self._names.update({name: _Named(f"module {module}") for name, module in block.modules.items()})
+        self._names.update(
+            {name: _Modules((f"model.{path}" if path else "model",)) for name, path in block.paths.items()}
+        )
+        self._names.update({model: _Modules(("model",)), tracer: _Named("tracer"), live: _Named("live")})
+        self._given = frozenset(self._names)
+        self._assigned: dict[str, list[ast.expr | None]] = {}
+
+    def read(self, tree: ast.Module) -> frozenset[str]:
+        self._collect(tree)
+        self._body(tree.body)
+        return frozenset(self._found)
+
+    def _collect(self, tree: ast.Module) -> None:
+        """Note what each name is assigned; `None` stands for something that only running the block can tell."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._bind(target, node.value)
+            elif isinstance(node, ast.For | ast.comprehension):
+                self._bind(node.target, None)
+        if not self._given.isdisjoint(self._assigned) or not _BUILTINS.isdisjoint(self._assigned):
+            raise _Writes
+        for name in self._assigned:
+            self._names[name] = _VALUE
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Name):
+            self._assigned.setdefault(target.id, []).append(value)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for one in target.elts:
+                self._bind(one, None)
+
+    # --- statements ---------------------------------------------------------------------------------------------------
+
+    def _body(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Expr):
+            self._expression(node.value)
+        elif isinstance(node, ast.Assign):
+            kind = self._expression(node.value)
+            for target in node.targets:
+                self._target(target, kind)
+        elif isinstance(node, ast.AugAssign):
+            if not isinstance(node.target, ast.Name) or not self._is_own(node.target.id, _is_new):
+                raise _Writes
+            self._value(node.value)
+        elif isinstance(node, ast.For):
+            kind = self._expression(node.iter)
+            if isinstance(kind, _Modules) and not kind.several:
+                kind = _Modules(tuple(self._items(kind)), several=True)
+            self._target(node.target, _Modules(kind.paths) if isinstance(kind, _Modules) and kind.several else _VALUE)
+            self._loops(kind)
+            self._body(node.body)
+            self._body(node.orelse)
+        elif isinstance(node, ast.If):
+            self._value(node.test)
+            self._body(node.body)
+            self._body(node.orelse)
+        elif not isinstance(node, ast.Pass | ast.Break | ast.Continue):
+            raise _Writes
+
+    @staticmethod
+    def _loops(kind: _Kind) -> None:
+        if isinstance(kind, _Named) and kind.what not in ("value", "steps"):
+            raise _Writes
+
+    def _target(self, target: ast.expr, kind: _Kind) -> None:
+        if isinstance(target, ast.Name):
+            if kind is _VALUE:
+                return
+            if not isinstance(kind, _Modules) or len(self._assigned[target.id]) > 1:
+                raise _Writes
+            self._names[target.id] = kind
+        elif isinstance(target, ast.Subscript):
+            if not isinstance(target.value, ast.Name) or not self._is_own(target.value.id, _is_container):
+                raise _Writes
+            self._value(target.slice)
+            if kind is not _VALUE:
+                raise _Writes
+        elif isinstance(target, ast.Tuple | ast.List) and kind is _VALUE:
+            for one in target.elts:
+                if not isinstance(one, ast.Name):
+                    raise _Writes
+        else:
+            raise _Writes
+
+    def _is_own(self, name: str, check: Callable[[ast.expr], bool]) -> bool:
+        """Whether all that a name is ever assigned passes a check, and something is."""
+        values = self._assigned.get(name, ())
+        return bool(values) and all(value is not None and check(value) for value in values)
+
+    # --- expressions --------------------------------------------------------------------------------------------------
+
+    def _value(self, node: ast.expr) -> None:
+        if self._expression(node) is not _VALUE:
+            raise _Writes
+
+    def _expression(self, node: ast.expr | None) -> _Kind:
+        if node is None or isinstance(node, ast.Constant):
+            return _VALUE
+        if isinstance(node, ast.Name):
+            kind = self._names.get(node.id)
+            if kind is None or not isinstance(node.ctx, ast.Load):
+                raise _Writes
+            return kind
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
+        if isinstance(node, ast.Subscript):
+            return self._subscript(node)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if not isinstance(node, _PLAIN):
+            raise _Writes
+        self._parts(node)
+        return _VALUE
+
+    def _parts(self, node: ast.AST) -> None:
+        """Go through the parts of an expression that only combines values."""
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.comprehension):
+                kind = self._expression(part.iter)
+                if kind is not _VALUE:
+                    raise _Writes
+                for condition in part.ifs:
+                    self._value(condition)
+            elif isinstance(part, ast.expr):
+                self._value(part)
+
+    def _attribute(self, node: ast.Attribute) -> _Kind:
+        kind = self._expression(node.value)
+        name = node.attr
+        if not isinstance(node.ctx, ast.Load):
+            raise _Writes
+        if isinstance(kind, _Modules):
+            return self._of_modules(kind, name)
+        if kind.what == "tracer" and name == "iter":
+            return _Named("iter")
+        if kind.what == "live" or (kind is _VALUE and name in _ATTRIBUTES):
+            return _VALUE
+        if kind.what.startswith("module ") and name in ("pi", "e", "inf", "nan", "float32", "float16", "bfloat16"):
+            return _VALUE
+        if kind.what.startswith("module torch") and (name in _TORCH_MODULES or name in ("int64", "float64", "int32")):
+            return _VALUE if name not in _TORCH_MODULES else _Named(f"{kind.what}.{name}")
+        if kind.what == "residual" and name == "output":
+            return _VALUE
+        raise _Writes
+
+    def _of_modules(self, kind: _Modules, name: str) -> _Kind:
+        if kind.several:
+            raise _Writes
+        if name in _SIDES:
+            self._found.update(f"{path}.{_SIDES[name]}" for path in kind.paths)
+            return _VALUE
+        if kind.paths == ("model",) and name in _RUN:
+            self._found.add(f"model.{name}")
+            return _VALUE
+        children = [self._paths.child(path, name) for path in kind.paths]
+        known = tuple(child for child in children if child is not None)
+        if len(known) < len(children):
+            raise _Writes
+        return _Modules(known)
+
+    def _subscript(self, node: ast.Subscript) -> _Kind:
+        if not isinstance(node.ctx, ast.Load):
+            raise _Writes
+        kind = self._expression(node.value)
+        if isinstance(kind, _Modules):
+            return self._item_of(kind, node.slice)
+        self._value(node.slice)
+        if kind.what == "iter":
+            return _Named("steps")
+        if kind is not _VALUE:
+            raise _Writes
+        return _VALUE
+
+    def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:
+        items = self._items(kind)
+        try:
+            place = ast.literal_eval(index)
+        except ValueError:
+            # Any of them, which only running the block can tell.
+            self._value(index) if not isinstance(index, ast.Slice) else self._parts(index)
+            return _Modules(tuple(items), several=isinstance(index, ast.Slice))
+        if not isinstance(place, int) or isinstance(place, bool) or not -len(items) <= place < len(items):
+            raise _Writes
+        return _Modules((items[place],))
+
+    def _items(self, kind: _Modules) -> list[str]:
+        if kind.several or len(kind.paths) != 1:
+            raise _Writes
+        path = kind.paths[0]
+        return [self._paths.same[f"{path}.{name}"] for name in self._paths.children[path]]
+
+    def _call(self, node: ast.Call) -> _Kind:
+        for word in node.keywords:
+            if word.arg in (None, "out", "inplace", "key"):
+                raise _Writes
+            self._value(word.value)
+        function = node.func
+        if isinstance(function, ast.Name):
+            if function.id not in _BUILTINS:
+                raise _Writes
+            self._arguments(node)
+            return _VALUE
+        if not isinstance(function, ast.Attribute):
+            raise _Writes
+        kind, name = self._expression(function.value), function.attr
+        if isinstance(kind, _Modules):
+            return self._residual(kind, name, node)
+        self._arguments(node)
+        if kind.what == "tracer" and name in ("all", "stop"):
+            return _Named("steps") if name == "all" else _VALUE
+        if kind.what.startswith("module torch") and name in _FUNCTIONS:
+            most = _POSITIONAL.get(name)
+            if any(isinstance(one, ast.Starred) for one in node.args) or (most and len(node.args) > most):
+                raise _Writes
+            return _VALUE
+        if kind.what == "module math" or (kind is _VALUE and name in (_METHODS | _NEW)):
+            return _VALUE
+        raise _Writes
+
+    def _residual(self, kind: _Modules, name: str, node: ast.Call) -> _Kind:
+        if kind.paths != ("model",) or name != "residual" or len(node.args) != 1 or node.keywords:
+            raise _Writes
+        layers = self._item_of(_Modules((self._paths.layers,)), node.args[0])
+        assert isinstance(layers, _Modules)
+        self._found.update(f"{path}.output" for path in layers.paths)
+        return _Named("residual")
+
+    def _arguments(self, node: ast.Call) -> None:
+        for argument in node.args:
+            self._value(argument.value if isinstance(argument, ast.Starred) else argument)
+
+
+#: Expressions that combine values into a new one, or choose one.
+_PLAIN = (
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Slice),
+    *(ast.JoinedStr, ast.FormattedValue, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def _is_container(node: ast.expr) -> bool:
+    """Whether an expression makes a list, dict or set, which may be saved at once."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "save":
+        return _is_container(node.func.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("list", "dict", "set")
+    return isinstance(node, _DISPLAYS)
+
+
+def _is_new(node: ast.expr) -> bool:
+    """Whether an expression makes an object that is no value that was read, nor a part of one."""
+    if isinstance(node, ast.Constant | ast.BinOp | ast.Compare | ast.JoinedStr) or _is_container(node):
+        return True
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not | ast.USub | ast.Invert)
+    if isinstance(node, ast.IfExp):
+        return _is_new(node.body) and _is_new(node.orelse)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "save":
+            return _is_new(node.func.value)
+        return node.func.attr in _NEW - {"max", "min", "where", "all", "any", "round", "relu"}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in ("int", "float", "len", "bool", "str", "range", "round")
+    return False
+
+
+def union(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """The locations of several blocks; `None` if one of them may write."""
+    joined: set[str] = set()
+    for one in found:
+        if one is None:
+            return None
+        joined |= one
+    return frozenset(joined)

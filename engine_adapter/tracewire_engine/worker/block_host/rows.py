@@ -1,0 +1,173 @@
+"""A trace's rows of a value that the model has reached, and what its blocks leave in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from nnsight.intervention.source import NO_SKIP
+
+from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+
+__all__ = ["NoRoom", "SharedRows", "StepRows"]
+
+
+class NoRoom(BufferError):
+    """The host has not read enough of what was shared before."""
+
+
+class StepRows:
+    """Where the rows of a trace's requests lie in the step: each span a first row and a number of rows."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], places: Sequence[int], total: int, requests: int) -> None:
+        self._tokens, self._total = _joined(spans), total
+        self._requests, self._count = _joined([(place, 1) for place in places]), requests
+
+    def of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, list[tuple[int, int]]] | None:
+        """The axis and the spans of the trace's rows; `None` if the tensor has no rows of requests."""
+        if not tensor.ndim:
+            return None
+        first = tensor.shape[0]
+        if first == self._total and not by_request:
+            return 0, self._tokens
+        # Of a prompt's tokens the head is given only the last.
+        if first == self._count:
+            return 0, self._requests
+        if tensor.ndim >= 2 and first == 1 and tensor.shape[1] == self._total and not by_request:
+            return 1, self._tokens
+        return None
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, size in spans:
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + size
+        else:
+            found.append((start, size))
+    return found
+
+
+class SharedRows:
+    """One value that the model has reached, as one trace's host gets it."""
+
+    def __init__(self, value: Any, rows: StepRows, memory: RowMemory, *, by_request: bool) -> None:
+        """Copy the trace's rows of `value` to `memory`.
+
+        Raises:
+            NoRoom: the memory is full.
+            SharedValueError: the value cannot be shared.
+        """
+        self._rows, self._by_request = rows, by_request
+        self._tensors: list[torch.Tensor] = []
+        self._others: list[Any] = []
+        self._memory = memory
+        self.shared: Shared = pack_value(value, self._write, self._other)
+
+    def _write(self, tensor: torch.Tensor) -> Shape:
+        place = self._rows.of(tensor, by_request=self._by_request)
+        shape = list(tensor.shape)
+        pieces = [tensor]
+        if place is not None:
+            axis, spans = place
+            pieces = [tensor.narrow(axis, start, size) for start, size in spans]
+            shape[axis] = sum(size for _, size in spans)
+        size = tensor.element_size()
+        for length in shape:
+            size *= length
+        start = self._memory.room(size)
+        if start is None:
+            raise NoRoom
+        if len(pieces) > 1:
+            pieces = [torch.cat(pieces, dim=place[0] if place else 0)]
+        self._memory.write(pieces[0], start)
+        self._tensors.append(tensor)
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(shape), start)
+
+    def _other(self, value: Any) -> Any:
+        if value is NO_SKIP:
+            return None
+        self._others.append(value)
+        return [len(self._others) - 1, type(value).__name__]
+
+    # --- what the blocks leave ----------------------------------------------------------------------------------------
+
+    def write_back(self, reply: Reply, memory: RowMemory) -> None:
+        """Write the rows that blocks have changed in place into the model's value.
+
+        Raises:
+            SharedValueError: the host has sent rows that do not fit.
+        """
+        for index, shape in reply.edited:
+            if not 0 <= index < len(self._tensors):
+                raise SharedValueError(f"the value has no tensor {index}")
+            tensor = self._tensors[index]
+            self._put(tensor, self._taken(index, shape, memory))
+
+    def replace(self, value: Any, reply: Reply, memory: RowMemory, fresh: dict[int, torch.Tensor]) -> Any:
+        """The model's value with the rows that blocks have assigned.
+
+        Args:
+            value: the model's, perhaps with the rows that other traces have assigned.
+            reply: the host's.
+            memory: into which the host writes.
+            fresh: tensors that were made for replacements at this location, by `id`. It is extended.
+
+        Raises:
+            SharedValueError: the host has sent a value that does not fit.
+        """
+        assert reply.replaced is not None
+        given = unpack_value(reply.replaced, lambda _, shape: memory.read(shape), self._others_at)
+        return self._merged(value, given, fresh)
+
+    def _others_at(self, given: Any) -> Any:
+        if given is None:
+            return NO_SKIP
+        if isinstance(given, list) and len(given) == 1 and type(given[0]) is int and 0 <= given[0] < len(self._others):
+            return self._others[given[0]]
+        raise SharedValueError("a value of the model that was not shared")
+
+    def _merged(self, value: Any, given: Any, fresh: dict[int, torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = self._rows.of(value, by_request=self._by_request)
+            if not isinstance(given, torch.Tensor):
+                raise SharedValueError(f"a tensor is replaced by {type(given).__name__}")
+            if place is None:
+                return value
+            shape = list(value.shape)
+            shape[place[0]] = sum(size for _, size in place[1])
+            if list(given.shape) != shape or given.dtype != value.dtype:
+                raise SharedValueError(f"rows {tuple(shape)} of {value.dtype} are replaced by others")
+            if id(value) not in fresh:
+                value = value.clone()
+                fresh[id(value)] = value
+            self._put(value, given)
+            return value
+        if isinstance(value, tuple | list):
+            if not isinstance(given, tuple | list) or len(given) != len(value):
+                raise SharedValueError(f"a {type(value).__name__} of {len(value)} items is replaced by another value")
+            return tuple([self._merged(one, other, fresh) for one, other in zip(value, given, strict=True)])
+        if isinstance(value, dict):
+            if not isinstance(given, dict) or given.keys() != value.keys():
+                raise SharedValueError("a dict is replaced by one of other keys")
+            return {key: self._merged(one, given[key], fresh) for key, one in value.items()}
+        return value
+
+    def _taken(self, index: int, shape: Shape, memory: RowMemory) -> torch.Tensor:
+        wanted = self.shared.tensors[index]
+        if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
+            raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")
+        return memory.read(shape)
+
+    def _put(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        place = self._rows.of(tensor, by_request=self._by_request)
+        if place is None:
+            # It belongs to no request, so no request's block may change it.
+            return
+        axis, spans = place
+        first = 0
+        for start, size in spans:
+            tensor.narrow(axis, start, size).copy_(rows.narrow(axis, first, size))
+            first += size

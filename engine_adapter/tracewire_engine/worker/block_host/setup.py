@@ -1,0 +1,86 @@
+"""Prepares a worker to run blocks in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from typing import Any
+
+import torch
+
+from tracewire_engine.link.adapter_links import link_to
+from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
+from tracewire_engine.protocol.keys import ADAPTERS, BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
+
+from .hosted_blocks import HostedBlocks
+from .pool import HostPool
+from .reading import ModelPaths
+from .report_thread import ReportThread
+
+__all__ = ["hosted_blocks", "outline_of"]
+
+#: The share of a step's time after which a block is interrupted, before its host is.
+_SHARE = 0.8
+
+#: How much longer than a block a host may take, in seconds: it also reads and encodes what the block has saved.
+_GRACE_S = 5.0
+
+#: Folders that a host may read: libraries, and what the kernel says of the host itself.
+_READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/proc/self", "/dev/null", "/dev/urandom")
+
+
+def outline_of(model: torch.nn.Module) -> list[ModuleOutline]:
+    """The modules of a model as hosts see them, each behind the module that holds it."""
+    first: dict[int, str] = {}
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        outline = ModuleOutline(path, type(module).__name__, _kind(module), _extra(module))
+        if first.setdefault(id(module), path) != path:
+            outline.same = first[id(module)]
+        found.append(outline)
+    return found
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return "list" if isinstance(module, torch.nn.ModuleList) else ""
+
+
+def _extra(module: torch.nn.Module) -> str:
+    try:
+        return str(module.extra_repr())[:1000]
+    except Exception:  # of a module that cannot describe itself
+        return ""
+
+
+def hosted_blocks(runner: Any) -> HostedBlocks | None:
+    """The hosts of a worker's blocks; `None` if blocks run in the worker."""
+    config = runner.vllm_config.additional_config
+    if config.get(BLOCKS) != "host":
+        return None
+    model = runner.nnsight_model
+    interleaver = model.interleaver
+    settings = HostSettings(
+        modules=outline_of(runner.get_model()),
+        layers=model.__dict__["_tracewire_layers"],
+        sums=model.__dict__["_tracewire_sums"],
+        taps=sorted(interleaver.taps),
+        encoders=list(interleaver.encoders),
+        vocabulary=runner.model_config.get_vocab_size(),
+        threads=torch.get_num_threads(),
+        block_timeout=config.get(BLOCK_TIMEOUT, 0.0),
+        step_timeout=_SHARE * config.get(BLOCK_STEP, 5.0),
+        blob_threshold=config.get(BLOB_THRESHOLD, 0),
+        readable=sorted({*_READABLE, *filter(None, sys.path), *sysconfig.get_paths().values(), sys.prefix}),
+    )
+    address: str = config.get(LINK_ADDRESS) or ""
+    timeout, step_s = settings.block_timeout, config.get(BLOCK_STEP, 5.0)
+    # A block that can be interrupted has ended with an error at its own line before.
+    patience_s = timeout + _GRACE_S if timeout else 0.0
+    adapters: int = config.get(ADAPTERS, 1)
+    reports = ReportThread(lambda: link_to(address, adapters), runner.tracewire_reporter.blobs, patience_s)
+    pool = HostPool(settings)
+    pool.ahead()
+    paths = ModelPaths(settings.modules, settings.layers)
+    hosts = HostedBlocks(model, paths, pool, reports, step_s)
+    hosts.inputs = runner.tracewire_inputs
+    return hosts

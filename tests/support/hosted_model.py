@@ -1,0 +1,185 @@
+"""A small model without vLLM whose blocks run in hosts, as the runner has them run."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from nnsight.intervention.envoy import Envoy
+
+from tracewire_bus.domain.fold import apply_delta
+from tracewire_bus.wire.messages import Block, Delta
+from tracewire_bus.wire.packing import decoder
+from tracewire_engine.protocol.block_host import HostSettings
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
+from tracewire_engine.worker.block_host.pool import HostPool
+from tracewire_engine.worker.block_host.reading import ModelPaths
+from tracewire_engine.worker.block_host.report_thread import ReportThread
+from tracewire_engine.worker.block_host.setup import outline_of
+
+__all__ = ["HostedModel", "Outcome", "settings_of"]
+
+HIDDEN, VOCABULARY = 4, 50
+
+_deltas = decoder(list[Delta])
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.nn.Parameter(torch.randn(HIDDEN, HIDDEN, generator=generator), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class Body(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(seed) for seed in range(layers)])
+        self.norm = Layer(77)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model = Body(layers)
+
+
+def settings_of(module: torch.nn.Module, **options: Any) -> HostSettings:
+    """The settings of hosts for a model with a list of layers at `model.layers`."""
+    readable = ["/usr", "/lib", "/lib64", "/proc/self", *filter(None, sys.path), *sysconfig.get_paths().values()]
+    given: dict[str, Any] = {"vocabulary": VOCABULARY, "block_timeout": 5.0, "step_timeout": 0.8, "readable": readable}
+    given |= options
+    return HostSettings(modules=outline_of(module), layers="model.layers", **given)
+
+
+class Outcome:
+    """What a request's reports fold to."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.finish: FinishRecord | None = None
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """The saves after all reports."""
+        saves: dict[str, Any] = {}
+        for record in [*self.steps, *([] if self.finish is None else [self.finish])]:
+            for delta in _deltas(record.deltas):
+                apply_delta(saves, delta)
+        return saves
+
+
+class _Link:
+    """Takes the reports in place of the link to an adapter."""
+
+    def __init__(self) -> None:
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+
+    def send(self, *reports: Report) -> None:
+        for report in reports:
+            self.reports.put(report)
+
+
+class _Request:
+    def __init__(self, request: str) -> None:
+        self.engine_id, self.index = request, 0
+
+
+class HostedModel:
+    """A model with two tokens a prompt, and all that a worker has for blocks in hosts."""
+
+    def __init__(self, *, layers: int = 3, step_s: float = 20.0, pool: HostPool | None = None) -> None:
+        self.module = Model(layers)
+        self.envoy = Envoy(self.module)
+        settings = settings_of(self.module)
+        self.pool = pool or HostPool(settings)
+        self.link = _Link()
+        link: Any = self.link
+        self.reports = ReportThread(lambda: link, None)
+        self.hosts = HostedBlocks(
+            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s
+        )
+        self.outcomes: dict[str, Outcome] = {}
+
+    def open(self, name: str, block: Block | str, *, trace: str = "", choices: int = 1, **more: Any) -> None:
+        """Take a request with a block."""
+        if isinstance(block, str):
+            block = Block(name="block", source=block, filename="mine.py", first_line=1)
+        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block), **more}
+        request: Any = _Request(name)
+        self.outcomes[name] = Outcome()
+        self.hosts.open(f"{name}-00000000", request, arguments, (trace or name, choices), [])
+
+    def step(self, tokens: Mapping[str, int], index: int) -> Any:
+        """Run one step of the model with these requests. Returns the samples."""
+        scheduled = {f"{name}-00000000": count for name, count in tokens.items()}
+        hosts = self.hosts
+        hosts.begin(scheduled, list(scheduled), lambda _: index)
+        reach = hosts.reach if hosts.active else lambda location, value, **_: value
+        total = sum(scheduled.values())
+        x = torch.linspace(-1, 1, total * HIDDEN).view(total, HIDDEN) + index
+        with torch.inference_mode():
+            x = x.clone()
+            for place, layer in enumerate(self.module.model.layers):
+                path = f"model.model.layers.{place}"
+                (x,), _ = reach(f"{path}.input", ((x,), {}))
+                reach(f"{path}.skip", None)
+                hidden, x = reach(f"{path}.output", (layer(x), x))
+                x = hidden + x
+            last = torch.tensor(list(scheduled.values())).cumsum(0) - 1
+            logits = x[last] @ torch.linspace(-1, 1, HIDDEN * VOCABULARY).view(HIDDEN, VOCABULARY)
+            logits = reach("model.logits", logits, by_request=True)
+            samples = reach("model.samples", logits.argmax(-1, keepdim=True), by_request=True)
+        hosts.end()
+        return samples
+
+    def finish(self, name: str, tokens: int | None = None) -> None:
+        """The scheduler ends a request."""
+        assert self.hosts.finish(f"{name}-00000000", tokens, None, None)
+
+    def wait(self, *names: str, timeout_s: float = 60.0) -> None:
+        """Wait until the ends of these requests have been reported."""
+        until = time.monotonic() + timeout_s
+        while any(self.outcomes[name].finish is None for name in names):
+            self._take(until)
+
+    def wait_for_step(self, name: str, timeout_s: float = 60.0) -> None:
+        """Wait until a step of this request has been reported."""
+        until = time.monotonic() + timeout_s
+        while not self.outcomes[name].steps:
+            self._take(until)
+
+    def _take(self, until: float) -> None:
+        report = self.link.reports.get(timeout=max(0.1, until - time.monotonic()))
+        for step in report.steps:
+            self.outcomes[step.request].steps.append(step)
+        for finish in report.finishes:
+            self.outcomes[finish.request].finish = finish
+
+    def run(self, blocks: Mapping[str, Block | str], steps: int = 3) -> dict[str, Outcome]:
+        """Run blocks, each of a trace of its own, in one batch, to their ends."""
+        for name, block in blocks.items():
+            self.open(name, block)
+        for index in range(steps):
+            self.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
+        for name in blocks:
+            self.finish(name, steps)
+        self.wait(*blocks)
+        return {name: self.outcomes[name] for name in blocks}
+
+    def close(self) -> None:
+        """End all hosts."""
+        for trace in list(self.hosts.traces.values()):
+            trace.host.close()
+        self.pool.close()

@@ -1,0 +1,131 @@
+"""A host's loop, on a thread: turns are answered, and acknowledged."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from nnsight.tracing.tracer import inc
+
+from tests.support.hosted_model import Model, settings_of
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.block_host.driver import Driver
+from tracewire_engine.link.host_channel import HostChannel
+from tracewire_engine.link.shared_rows import RowMemory, pack_value
+from tracewire_engine.protocol.block_host import (
+    Answer,
+    Arrived,
+    Began,
+    Ended,
+    Reached,
+    Reply,
+    Report,
+    Reported,
+    Request,
+    Shape,
+    Turn,
+)
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.blocks import save_marks
+
+ID, WHERE = "r-00000000", "model.model.layers.0.output"
+_said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
+
+
+class Hosted:
+    """The worker's ends of a driver that runs on a thread."""
+
+    def __init__(self) -> None:
+        (calls, their_calls), (reports, their_reports) = socket.socketpair(), socket.socketpair()
+        self.calls, self.reports = HostChannel(calls), HostChannel(reports)
+        self.given, self.returned = RowMemory.create(1 << 20), RowMemory.create(1 << 20)
+        ends = HostChannel(their_calls), HostChannel(their_reports)
+        self._driver = Driver(settings_of(Model(2)), *ends, self.given, self.returned)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        inc()
+        save_marks.install()
+        try:
+            self._driver.run()
+        except BaseException as error:
+            self.error = error
+
+    def turn(self, *events: Any, waits: bool = True) -> Reply | Request | None:
+        self.calls.send(msgspec.msgpack.encode(Turn(list(events), waits)))
+        return _said.decode(self.calls.receive(30)) if waits else None
+
+    def reached(self, source: str, tensor: torch.Tensor) -> tuple[Began, Reached]:
+        block = msgspec.msgpack.encode(Block(name="b", source=source))
+
+        def write(one: torch.Tensor) -> Shape:
+            start = self.given.room(one.nbytes)
+            assert start is not None
+            self.given.write(one, start)
+            return Shape("float32", tuple(one.shape), start)
+
+        value = pack_value((tensor, tensor), write, lambda _: None)
+        return Began([Arrived(ID, {BLOCK_ARG: block})], [(ID, len(tensor), 0)]), Reached(WHERE, value)
+
+    def reported(self) -> Reported:
+        report: Report = msgspec.msgpack.decode(self.reports.receive(30), type=Report)
+        assert isinstance(report, Reported)
+        return report
+
+    def stop(self) -> None:
+        self.calls.close()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def hosted() -> Iterator[Hosted]:
+    one = Hosted()
+    yield one
+    one.stop()
+
+
+def test_a_turn_is_answered_with_what_the_blocks_changed(hosted: Hosted) -> None:
+    began, reached = hosted.reached("h = model.model.layers[0].output\nh[1][0] = 5", torch.zeros(2, 4))
+    reply = hosted.turn(began, reached)
+    assert isinstance(reply, Reply)
+    assert reply.waits == []
+    assert [index for index, _ in reply.edited] == [1]
+    assert hosted.returned.read(reply.edited[0][1])[:, 0].tolist() == [5, 0]
+    assert (hosted.reported().turns, hosted.error) == (1, None)
+    hosted.turn(Ended(b"", 640), waits=False)
+    report = hosted.reported()
+    assert (report.turns, report.mark, len(report.steps)) == (2, 640, 1)
+
+
+def test_what_is_replaced_comes_back_whole(hosted: Hosted) -> None:
+    source = "o = model.model.layers[0].output\nmodel.model.layers[0].output = (o[0] + 1, o[1])"
+    reply = hosted.turn(*hosted.reached(source, torch.zeros(2, 4)))
+    assert isinstance(reply, Reply)
+    assert reply.replaced is not None
+    assert reply.edited == []
+    assert hosted.returned.read(reply.replaced.tensors[0]).tolist() == [[1.0] * 4] * 2
+
+
+def test_a_block_asks_the_worker_and_may_be_refused(hosted: Hosted) -> None:
+    source = "h = model.model.layers[0].output\ntry:\n    model.model.norm(h[0])\nexcept KeyError:\n    pass"
+    asked = hosted.turn(*hosted.reached(source, torch.zeros(2, 4)))
+    assert isinstance(asked, Request)
+    assert (asked.path, asked.attribute) == ("model.model.norm", "")
+    hosted.calls.send(msgspec.msgpack.encode(Answer(error=("KeyError", "no"))))
+    assert isinstance(_said.decode(hosted.calls.receive(30)), Reply)
+
+
+def test_a_change_that_comes_too_late_ends_the_host(hosted: Hosted) -> None:
+    """A block whose source was wrongly taken to only read."""
+    hosted.turn(*hosted.reached("model.model.layers[0].output[0][:] = 1", torch.zeros(2, 4)), waits=False)
+    hosted._thread.join(30)
+    assert isinstance(hosted.error, RuntimeError)
+    assert "taken to only read" in str(hosted.error)

@@ -1,0 +1,79 @@
+"""Messages over a Unix socket: their order and limits, and an end that is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from tracewire_engine.link.host_channel import (
+    ChannelClosed,
+    ChannelTimeout,
+    HostChannel,
+    receive_descriptors,
+    send_descriptors,
+)
+
+
+def pair(**limits: int) -> tuple[HostChannel, HostChannel]:
+    one, other = socket.socketpair()
+    return HostChannel(one, **limits), HostChannel(other)
+
+
+def test_messages_come_whole_and_in_order() -> None:
+    one, other = pair()
+    sent = [b"", b"a", os.urandom(100_000), b"b" * 7]
+    for message in sent:
+        one.send(message)
+    assert [other.receive() for _ in sent] == sent
+    assert other.arrived() == []
+
+
+def test_what_the_kernel_does_not_take_waits() -> None:
+    one, other = pair()
+    large = os.urandom(32 << 20)
+    one.send(large)
+    assert one.unsent
+    found = b""
+    while not found:
+        one.flush()
+        found = b"".join(other.arrived())
+    assert found == large
+    assert not one.unsent
+
+
+def test_an_end_that_does_not_answer_or_is_gone() -> None:
+    one, other = pair()
+    with pytest.raises(ChannelTimeout):
+        one.receive(0.001)
+    other.send(b"last")
+    other.close()
+    assert one.receive() == b"last"
+    with pytest.raises(ChannelClosed):
+        one.receive()
+    with pytest.raises(ChannelClosed):
+        one.send(b"x")
+
+
+def test_limits() -> None:
+    one, other = pair(most=10, backlog=100)
+    other.send(b"x" * 11)
+    with pytest.raises(ChannelClosed, match="11 bytes"):
+        one.receive()
+    with pytest.raises(ChannelClosed, match="wait to be read"):
+        one.send(b"x" * (64 << 20))
+
+
+def test_descriptors_travel() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    read, write = os.pipe()
+    send_descriptors(one, b"pipe", [write])
+    message, (theirs,) = receive_descriptors(other)
+    os.write(theirs, b"through")
+    assert (message, os.read(read, 20)) == (b"pipe", b"through")
+    assert not os.get_inheritable(theirs)
+    one.close()
+    assert receive_descriptors(other) == (b"", [])
+    for descriptor in (read, write, theirs):
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""Blocks in hosts, beside a small model: what they read, write and save, and what a host that ends costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosted_model import HostedModel
+
+READS = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    hidden.append(model.model.layers[1].output[0].clone())
+"""
+
+WRITES = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    first = model.model.layers[0].output[0]
+    first[:] = 0.5
+    hidden.append(model.model.layers[1].input.clone())
+"""
+
+SWAPS = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    output = model.model.layers[0].output
+    model.model.layers[0].output = (output[0] * 2, output[1])
+    hidden.append(model.model.layers[1].input.clone())
+"""
+
+
+EXIT = "__import__('os')._exit(3)"
+
+#: Python can interrupt this one.
+LOOPS = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+while True:
+    pass
+"""
+
+#: And not this one.
+STUCK = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+while True:
+    try:
+        while True:
+            pass
+    except BaseException:
+        pass
+"""
+
+BOMB = """
+import torch
+kept = []
+for step in tracer.iter[:]:
+    h = model.model.layers[1].output[0]
+    kept += [torch.empty(1 << 30)]
+"""
+
+FAILS = """
+for step in tracer.iter[:]:
+    h = model.model.layers[1].output[0]
+    1 / (step - 1)
+"""
+
+CALLS = """
+h = model.model.layers[2].output[0]
+normed = model.model.norm(h * 2).clone().save()
+weight = model.model.norm.weight.sum().save()
+missing = hasattr(model.model.norm, "bias").save()
+name = repr(model.model.layers[0]).save()
+"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[HostedModel]:
+    model = HostedModel()
+    yield model
+    assert not len(model.hosts)
+    model.close()
+
+
+def test_blocks_read_and_write_their_own_rows(served: HostedModel) -> None:
+    found = served.run({"reads": READS, "writes": WRITES, "swaps": SWAPS, "plain": READS})
+    assert all(one.finish is not None and one.finish.error is None for one in found.values())
+    for one in found.values():
+        assert [step.index for step in one.steps] == [0, 1, 2]
+        assert [items.shape for items in one.saves["hidden"]] == [(2, 4), (1, 4), (1, 4)]
+    layers = served.module.model.layers
+    with torch.inference_mode():
+        for index in range(3):
+            total = 8 if index == 0 else 4
+            x = torch.linspace(-1, 1, total * 4).view(total, 4) + index
+            first = layers[0](x)
+            size = total // 4
+            rows = {name: slice(place * size, (place + 1) * size) for place, name in enumerate(found)}
+            sums = {"reads": first + x, "writes": x + 0.5, "swaps": first * 2 + x, "plain": first + x}
+            for name in ("reads", "plain"):
+                there = layers[1](sums[name][rows[name]])
+                assert np.allclose(found[name].saves["hidden"][index], there)
+            for name in ("writes", "swaps"):
+                assert np.array_equal(found[name].saves["hidden"][index], sums[name][rows[name]].numpy())
+
+
+@pytest.mark.parametrize("last", ["model.model.layers[1].output", "model.model.layers[1].output[0].zero_()"])
+def test_a_host_that_ends_costs_its_own_trace(served: HostedModel, last: str) -> None:
+    """Whether the model waits for it or not."""
+    ends = f"saved = [].save()\nfor step in tracer.iter[:]:\n    saved.append(step)\n    {last}\n    {EXIT}\n"
+    found = served.run({"ends": ends, "reads": READS, "writes": WRITES})
+    ended = found["ends"]
+    assert ended.finish is not None
+    assert ended.finish.error is not None
+    assert ended.finish.error.type == "BlockHostLost"
+    assert [step.ended for step in ended.steps] == ["error"]
+    for name in ("reads", "writes"):
+        other = found[name]
+        assert other.finish is not None
+        assert other.finish.error is None
+        assert len(other.saves["hidden"]) == 3
+
+
+def test_an_error_of_a_block_names_its_line(served: HostedModel) -> None:
+    found = served.run({"fails": FAILS})
+    finish = found["fails"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert (finish.error.type, finish.error.filename, finish.error.line) == ("ZeroDivisionError", "mine.py", 4)
+    assert [step.ended for step in found["fails"].steps] == ["", "error"]
+
+
+def test_a_block_calls_modules_and_reads_their_weights(served: HostedModel) -> None:
+    found = served.run({"calls": CALLS}, steps=1)
+    saves = found["calls"].saves
+    norm = served.module.model.norm
+    assert np.allclose(saves["weight"], norm.weight.sum())
+    assert saves["normed"].shape == (2, 4)
+    assert saves["missing"] is False
+    assert saves["name"] == "Layer()"
+
+
+def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
+    impatient = HostedModel(step_s=1.0, pool=served.pool)
+    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "reads": READS})
+    for name in ("loops", "stuck"):
+        finish = found[name].finish
+        assert finish is not None
+        assert finish.error is not None
+        assert finish.error.type == "BlockTimeout"
+        assert finish.error.line == (4 if name == "loops" else None)
+    assert len(found["reads"].saves["hidden"]) == 3
+
+
+def test_a_killed_host_is_noticed_in_the_midst_of_a_step(served: HostedModel) -> None:
+    served.open("killed", WRITES)
+    served.open("reads", READS)
+    served.step({"killed": 2, "reads": 2}, 0)
+    served.wait_for_step("killed")
+    served.hosts.traces["killed"].host.kill()
+    for index in (1, 2):
+        served.step({"killed": 1, "reads": 1}, index)
+    for name in ("killed", "reads"):
+        served.finish(name, 3)
+    served.wait("killed", "reads")
+    finish = served.outcomes["killed"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert [step.ended for step in served.outcomes["killed"].steps] == ["", "error"]
+    assert len(served.outcomes["reads"].saves["hidden"]) == 3
+
+
+def test_a_memory_bomb_is_its_own_blocks_error(served: HostedModel) -> None:
+    found = served.run({"bomb": BOMB, "reads": READS})
+    finish = found["bomb"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert "memory" in finish.error.message
+    assert finish.error.line == 6
+    assert len(found["reads"].saves["hidden"]) == 3
+
+
+def test_samples_that_are_no_token_ids_do_not_reach_the_model(served: HostedModel) -> None:
+    served.open("forces", "samples = model.samples\nsamples[:] = 10**6\n")
+    served.open("valid", "samples = model.samples\nsamples[:] = 7\n")
+    drawn = served.step({"forces": 2, "valid": 2}, 0)
+    assert drawn[1].item() == 7
+    assert 0 <= drawn[0].item() < 50
+    for name in ("forces", "valid"):
+        served.finish(name, 1)
+    served.wait("forces", "valid")
+    finish = served.outcomes["forces"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert (finish.error.type, finish.error.line) == ("NotInVocabulary", 1)

@@ -1,0 +1,92 @@
+"""A trace's rows of a value, and what its blocks leave in their place: its own rows and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nnsight.intervention.source import NO_SKIP
+
+from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
+from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.worker.block_host.rows import NoRoom, SharedRows, StepRows
+
+#: Tokens 0, 3 and 4 of five, in the first and the third of three requests.
+ROWS = StepRows([(0, 1), (3, 2)], [0, 2], 5, 3)
+
+
+def seen(value: Any, *, by_request: bool = False) -> tuple[SharedRows, Any, RowMemory]:
+    memory = RowMemory.create(1 << 16)
+    shared = SharedRows(value, ROWS, memory, by_request=by_request)
+    return shared, unpack_value(shared.shared, lambda _, shape: memory.read(shape), lambda given: given), memory
+
+
+def sent(tensor: torch.Tensor) -> tuple[Shape, RowMemory]:
+    memory = RowMemory.create(1 << 16)
+    start = memory.room(tensor.nbytes)
+    assert start is not None
+    memory.write(tensor, start)
+    return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start), memory
+
+
+def test_a_trace_sees_its_own_rows() -> None:
+    tokens = torch.arange(10.0).view(5, 2)
+    _, found, _ = seen((tokens, tokens[None], tokens[:3], torch.ones(7), None, NO_SKIP, object()))
+    assert found[0].tolist() == tokens[[0, 3, 4]].tolist()
+    assert found[1].tolist() == tokens[None, [0, 3, 4]].tolist()
+    assert found[2].tolist() == tokens[[0, 2]].tolist()
+    assert found[3].tolist() == [1.0] * 7
+    assert found[4:6] == (None, None)
+    assert found[6] == [0, "object"]
+    _, found, _ = seen(torch.arange(3), by_request=True)
+    assert found.tolist() == [0, 2]
+
+
+def test_rows_changed_in_place_change_no_others() -> None:
+    tokens = torch.zeros(5, 2)
+    shared, _, _ = seen((tokens,))
+    shape, memory = sent(torch.ones(3, 2))
+    shared.write_back(Reply(edited=[(0, shape)]), memory)
+    assert tokens[:, 0].tolist() == [1, 0, 0, 1, 1]
+
+
+def test_a_replacement_makes_a_new_value() -> None:
+    tokens = torch.zeros(5, 2)
+    value = (tokens, 7)
+    shared, _, _ = seen(value)
+    shape, memory = sent(torch.ones(3, 2))
+    found = shared.replace(value, Reply(replaced=Shared([1, [0, 0], 8], [shape])), memory, {})
+    assert tokens.sum() == 0
+    assert found[0][:, 0].tolist() == [1, 0, 0, 1, 1]
+    # What is no tensor stays.
+    assert found[1] == 7
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 2), torch.ones(3, 2, dtype=torch.float64), torch.ones(3)])
+def test_rows_of_another_shape_are_refused(wrong: torch.Tensor) -> None:
+    tokens = torch.zeros(5, 2)
+    shared, _, _ = seen((tokens,))
+    shape, memory = sent(wrong)
+    with pytest.raises(SharedValueError):
+        shared.write_back(Reply(edited=[(0, shape)]), memory)
+    with pytest.raises(SharedValueError):
+        shared.write_back(Reply(edited=[(1, shape)]), memory)
+    for skeleton in ([1, [0, 0]], 5, [1, None], [3, ["a", [0, 0]]]):
+        with pytest.raises(SharedValueError):
+            shared.replace((tokens,), Reply(replaced=Shared(skeleton, [shape])), memory, {})
+    assert tokens.sum() == 0
+
+
+def test_what_belongs_to_no_request_is_not_changed() -> None:
+    table = torch.zeros(7)
+    shared, _, _ = seen(table)
+    shape, memory = sent(torch.ones(7))
+    shared.write_back(Reply(edited=[(0, shape)]), memory)
+    assert table.sum() == 0
+
+
+def test_a_full_memory() -> None:
+    memory = RowMemory.create(1 << 12)
+    with pytest.raises(NoRoom):
+        SharedRows(torch.zeros(5, 1 << 12), ROWS, memory, by_request=False)
