@@ -62,6 +62,9 @@ _LOOKS = 10
 class Adapter:
     """Serves one engine on the bus until it is stopped or the engine is lost."""
 
+    #: Whether the engine has neither answered nor reported for a while.
+    _silent = False
+
     def __init__(self, engine: Engine, info: EngineInfo, bus: Bus, settings: Settings | None = None) -> None:
         self._engine = engine
         self._info = info
@@ -120,8 +123,6 @@ class Adapter:
         self._trace_limits = TraceLimits(self._claims, settings.limits, services.limit_counts, self._control.end)
         #: Whether the adapter takes new traces.
         self._taking = True
-        #: Whether the engine has neither answered nor reported for a while.
-        self._silent = False
         #: Set when the engine's entry of the registry is to be renewed at once.
         self._beat = Signal()
 
