@@ -34,6 +34,9 @@ TOKENS = 24
 
 _HIDDEN = 256
 
+#: How long a lost engine may take to start again and to run its traces, in seconds.
+_RESTART_S = 150.0
+
 _READS = """innocent = [].save()
 for step in tracer.iter[:]:
     innocent.append(float(model.model.layers[2].output[0][-1].float().norm()))
@@ -205,7 +208,7 @@ async def run_traces(
     Args:
         bus: of the engine.
         submissions: of the traces, by any names.
-        patience_s: after this time `on_late` is awaited, and the traces have this much time again.
+        patience_s: after this time `on_late` is awaited, and the traces have time for another start of the engine.
         on_late: what to do about an engine that does not answer.
 
     Returns:
@@ -224,8 +227,8 @@ async def run_traces(
             await bus.submit(submission)
         for name in seen:
             group.start_soon(follow, name)
-        for _ in range(2):
-            with anyio.move_on_after(patience_s) as scope:
+        for within_s in (patience_s, _RESTART_S):
+            with anyio.move_on_after(within_s) as scope:
                 for event in done.values():
                     await event.wait()
             if not scope.cancelled_caught:

@@ -27,6 +27,9 @@ BLOCK_TIMEOUT_S = 2.0
 #: How long an engine may take to end what an offender has started, in seconds.
 _SETTLE_S = 10.0
 
+#: A word of the command line of the adapter's process for long sources.
+_CHECKS = "anyio.to_process"
+
 
 def offers_modes() -> bool:
     """Whether this `tracewire engine` has the option `--blocks`."""
@@ -102,7 +105,8 @@ class TriedEngine:
         found = []
         for process in engine.descendants() if engine is not None and engine.process.poll() is None else ():
             with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                # The adapter keeps a process in which it checks long sources.
+                if process.status() != psutil.STATUS_ZOMBIE and _CHECKS not in process.cmdline():
                     found.append(process)
         return found
 

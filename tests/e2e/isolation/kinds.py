@@ -31,6 +31,7 @@ class Kind:
         meets: what the offender's trace should come to.
         error: a regular expression for the error's type, if it is known in both modes.
         inline: whether inline mode contains the kind: the innocents and later traces are unharmed, on the same engine.
+        patience_s: how long the kind's batch may take before the engine counts as hung, in seconds.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kind:
     meets: Meets = "error"
     error: str = ""
     inline: bool = True
+    patience_s: float = 25.0
 
 
 def once(code: str, *, at: int = 3, before: str = "") -> str:

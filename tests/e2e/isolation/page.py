@@ -1,6 +1,6 @@
 """Writes the verdicts of `tests.e2e.isolation.table --out FILE` into docs/isolation.md, as a table of kinds by outcome.
 
-    python -m tests.e2e.isolation.page inline FILE
+python -m tests.e2e.isolation.page inline FILE
 """
 
 from __future__ import annotations

@@ -82,7 +82,12 @@ PROCESS_KINDS = [
     Kind("descriptors-closed", once("import os\nos.closerange(3, 61)"), meets="ends", inline=False),
     Kind("stdout-closed", once("import os, sys\nsys.stdout.close()\nos.close(1)\nprint('x')"), "ends", inline=False),
     Kind("stderr-closed", once("import os, sys\nsys.stderr.close()"), "ends", inline=False),
-    Kind("descriptors-exhausted", once("import os\nheld = []\nwhile True: held.append(os.dup(2)) #!"), error="OSError"),
+    Kind(
+        "descriptors-exhausted",
+        once("import os\nheld = []\nwhile True: held.append(os.dup(2)) #!"),
+        error="OSError",
+        inline=False,
+    ),
     Kind(
         "descriptors-exhausted-and-kept",
         once(

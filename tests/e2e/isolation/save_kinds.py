@@ -20,7 +20,12 @@ def _odd(method: str) -> str:
 SAVE_KINDS = [
     Kind("save-of-2gb-bytes", once("held = bytes(2 << 30).save()"), meets="ends", inline=False),
     Kind("save-of-2gb-tensor", once("import torch\nheld = torch.ones(1 << 29).save()"), meets="ends", inline=False),
-    Kind("integers-250000-a-step", by_step("held.extend(range(250_000))", before="held = [].save()"), "ends"),
+    Kind(
+        "integers-250000-a-step",
+        by_step("held.extend(range(250_000))", before="held = [].save()"),
+        meets="ends",
+        patience_s=90,
+    ),
     Kind("integers-1000000-a-step", by_step("held.extend(range(1_000_000))", before="held = [].save()"), "ends"),
     Kind("save-itself", once("held = []\nheld.append(held)\nheld.save()"), meets="ends"),
     Kind("save-deep", once("held = [1]\nfor _ in range(5000): held = [held]\nheld.save()"), meets="ends"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,27 +140,41 @@ class Trial:
         self.control_pause_s = 0.0
         self._state: dict[str, Any] = {}
         self._processes = 0
+        #: The model's processes when the last kind was tried.
+        self._tried: set[psutil.Process] = set()
 
     async def begin(self) -> None:
-        """Start the engine, and run the control: batches whose eighth trace is harmless."""
+        """Start the engine, and run the control."""
         await self.engine.start(self.bus)
+        await self._run_control()
+
+    async def _run_control(self) -> None:
+        """Run batches whose eighth trace is harmless, and look at the engine's state.
+
+        Raises:
+            RuntimeError: they differ from each other, or from those of an earlier engine.
+        """
         await self._batch(None)
         ends_early = source_block("for step in tracer.iter[:]:\n    if step == 3: raise ValueError('control')\n")
         controls = [await self._batch(ends_early), await self._batch(None), await self._batch(ends_early)]
-        outcomes = [one.outcomes() for one in controls]
+        outcomes = [self.control or controls[0].outcomes(), *(one.outcomes() for one in controls)]
         if any(one != outcomes[0] for one in outcomes):
-            raise RuntimeError(f"control runs differ from each other: {_differing(outcomes[0], outcomes[1])}")
+            raise RuntimeError("control runs differ from each other")
         if any(status != "finished" for status, *_ in outcomes[0].values()):
             raise RuntimeError(f"a control run did not finish: {outcomes[0]}")
-        if self.control and self.control != outcomes[0]:
-            raise RuntimeError("the control runs of two engines differ")
         self.control = outcomes[0]
         self.control_pause_s = statistics.median(one.pause_s for one in controls)
-        self._state = await self._state_now()
-        self._processes = len(self.engine.below())
+        state = await self._state_now()
+        if state is None:
+            raise RuntimeError("a block cannot read the engine's state")
+        self._state, self._processes = state, len(self.engine.below())
 
     async def again(self) -> None:
-        """Start the engine anew, from a clean state."""
+        """Have an engine in a clean state: the one that its supervisor has started, or else one started anew."""
+        if self.engine.model_processes() != self._tried:
+            with suppress(RuntimeError, TimeoutError):
+                await self.engine.wait_serving(self.bus)
+                return await self._run_control()
         self.engine.stop()
 
         async def forgotten() -> bool:
@@ -175,41 +189,44 @@ class Trial:
         victim.unlink(missing_ok=True)
         victim.write_text(CANARY)
         verdict, before = Verdict(kind.name), self.engine.model_processes()
-        memory = _memory(before)
+        self._tried, memory = before, _memory(before)
 
         async def on_late() -> None:
-            verdict.hung = True
-            self.engine.kill_model()
+            # An engine that was lost is on its way again.
+            verdict.hung = self.engine.model_processes() == before
+            if verdict.hung:
+                self.engine.kill_model()
 
         source = kind.source.replace("{folder}", str(self._folder)).replace("{port}", str(self._port))
-        batch = await self._batch(source_block(source), on_late)
+        batch = await self._batch(source_block(source), on_late, kind.patience_s)
         self._compare(batch, kind, verdict)
-        verdict.restarted = self.engine.model_processes() != before or any(
-            one.attempts > 1 for one in batch.innocents.values()
-        )
-        if verdict.restarted or verdict.hung:
+        lost = self.engine.model_processes() != before or any(one.attempts > 1 for one in batch.innocents.values())
+        verdict.restarted = lost or verdict.hung
+        if not verdict.restarted:
+            later = await self._batch(None, on_late)
+            verdict.harmed += [f"later {name}" for name in _differing(self.control, later.outcomes())]
+            verdict.restarted = self.engine.model_processes() != before
+        if not verdict.restarted:
+            await self._look(verdict, victim, before, memory)
+        if verdict.restarted or verdict.harmed:
             await self.again()
-            return verdict
-        later = await self._batch(None, on_late)
-        verdict.harmed += [f"later {name}" for name in _differing(self.control, later.outcomes())]
-        if not later.ended or self.engine.model_processes() != before:
-            verdict.restarted = True
-            await self.again()
-            return verdict
+        return verdict
+
+    async def _look(self, verdict: Verdict, victim: Path, before: set[psutil.Process], memory: int) -> None:
+        """Note what a kind has left behind. What is left is this kind's, and not that of those that come later."""
         if victim.is_symlink() or not victim.exists() or victim.read_text() != CANARY:
             verdict.left.append("a file of the engine's user")
         state = await self._state_now()
+        if state is None:
+            verdict.harmed.append("later blocks")
+            return
         verdict.left += [name for name in self._state if state.get(name) != self._state[name]]
         if not await self.engine.settled(self._processes):
             verdict.left.append("processes")
         if _memory(before) - memory > _GROWN:
             verdict.left.append("memory")
-        if verdict.harmed:
-            await self.again()
-        elif verdict.left:
-            # What is left is this kind's, and not that of those that come later.
+        if verdict.left:
             self._state, self._processes = state, len(self.engine.below())
-        return verdict
 
     def _compare(self, batch: Batch, kind: Kind, verdict: Verdict) -> None:
         offender = batch.offender
@@ -223,14 +240,15 @@ class Trial:
         verdict.pause_s = round(max(0.0, batch.pause_s - self.control_pause_s), 3)
         verdict.stole = CANARY in repr(offender.saves) or _rows_of_others(kind, offender)
 
-    async def _batch(self, offender: Any, on_late: Any = None) -> Batch:
+    async def _batch(self, offender: Any, on_late: Any = None, patience_s: float = _PATIENCE_S) -> Batch:
         self._count += 1
-        return await run_batch(self.bus, f"trial-{self._count}", offender, _PATIENCE_S, on_late=on_late)
+        return await run_batch(self.bus, f"trial-{self._count}", offender, patience_s, on_late=on_late)
 
-    async def _state_now(self) -> dict[str, Any]:
+    async def _state_now(self) -> dict[str, Any] | None:
+        """The state that a block sees; `None` if its block fails."""
         batch = await self._batch(source_block(_STATE))
         assert batch.offender is not None
-        state: dict[str, Any] = batch.offender.saves.get("state") or {"state": batch.offender.error}
+        state: dict[str, Any] | None = batch.offender.saves.get("state")
         return state
 
 

@@ -1,10 +1,11 @@
 """Puts back what a block changed of its process, where that is cheap to look at.
 
 Blocks of all requests, the model and vLLM share one process. So a block that sets torch's default dtype, the recursion
-limit or the working directory sets them for all. This module looks at two groups of such settings. Those on which the
-model's numbers, or other blocks' code, depend at once are compared after each turn of a block with their values before
-the turn. The others are compared at the beginning of each step that has blocks, with their values when the engine began
-to serve. A setting is set again only if it differs, and the log says so.
+limit or the working directory sets them for all. This module looks at three groups of such settings. Those on which the
+code of the next block depends are compared after each turn with their values before. Those on which the model depends
+are compared when the blocks that wait for one location have run. All others are compared at the beginning of each step
+that has blocks, with their values when the engine began to serve. A setting is set again only if it differs, and the
+log says so.
 
 A block can change much that is not looked at: weights, classes and functions of loaded modules, its parent's memory.
 `docs/isolation.md` lists what inline blocks are not kept from.
@@ -20,16 +21,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-__all__ = ["keep", "put_back_pass", "put_back_step", "put_back_turn", "recursion_limit", "turn_state"]
+__all__ = ["keep", "pass_state", "put_back_pass", "put_back_step", "put_back_turn", "recursion_limit", "turn_state"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _C: Any = torch._C
+
+#: Settings by name, each with a function that sets it.
+_Settings: TypeAlias = tuple[tuple[str, Callable[[Any], Any]], ...]
 
 #: The names of settings whose change was logged as a warning. Later changes of these are logged for debugging only.
 _told: set[str] = set()
@@ -41,11 +45,14 @@ def _tell(name: str) -> None:
     logger.log(level, "a block changed the process's %s, which is put back", name)
 
 
-# --- after each turn --------------------------------------------------------------------------------------------------
+# --- after each turn, and after the turns of one location -----------------------------------------------------------
 
-_dtype, _inference = torch.get_default_dtype, torch.is_inference_mode_enabled
-_threads, _deterministic = torch.get_num_threads, _C._get_deterministic_algorithms
-_functions, _dispatches = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+_dtype, _inference, _functions = torch.get_default_dtype, torch.is_inference_mode_enabled, _C._len_torch_function_stack
+_threads, _deterministic, _dispatches = (
+    torch.get_num_threads,
+    _C._get_deterministic_algorithms,
+    _C._len_torch_dispatch_stack,
+)
 _mkldnn, _collects, _depth = _C._get_mkldnn_enabled, gc.isenabled, sys.getrecursionlimit
 _autocast = _C._is_any_autocast_enabled
 
@@ -54,31 +61,33 @@ _LEAST = 5e-324
 
 
 def turn_state() -> tuple[Any, ...]:
-    """The settings that are put back after each turn."""
+    """The settings that are put back after each turn, since the code of the next block depends on them."""
+    return _dtype(), _inference(), _functions()
+
+
+def pass_state() -> tuple[Any, ...]:
+    """The settings that are put back when the blocks of one location have run, since the model depends on them."""
     return (
-        *(_dtype(), _inference(), _threads(), _deterministic(), _functions()),
-        *(_dispatches(), _mkldnn(), _collects(), _depth(), _LEAST * 1.0 == 0.0),
+        *(_threads(), _deterministic(), _dispatches(), _mkldnn()),
+        *(_collects(), _depth(), _LEAST * 1.0 == 0.0, _autocast()),
     )
 
 
 def put_back_turn(before: tuple[Any, ...]) -> None:
     """Set the settings again that differ from `before`, what `turn_state` returned before the turn."""
-    now = turn_state()
-    # First, since calls may fail until then.
-    sys.setrecursionlimit(before[-2])
-    for (name, restore), was, found in zip(_TURN, before, now, strict=True):
+    _put_back(_TURN, before, turn_state())
+
+
+def put_back_pass(before: tuple[Any, ...]) -> None:
+    """Set the settings again that differ from `before`, what `pass_state` returned before the turns."""
+    _put_back(_PASS, before, pass_state())
+
+
+def _put_back(settings: _Settings, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    for (name, restore), was, found in zip(settings, before, now, strict=True):
         if was != found:
             _tell(name)
             restore(was)
-
-
-def put_back_pass() -> None:
-    """Turn autocast off if a block left it on. Called when the blocks of one location have run, since it costs more."""
-    if _autocast():
-        _tell("autocast")
-        for device in ("cpu", "cuda"):
-            torch.set_autocast_enabled(device, False)
-        torch.clear_autocast_cache()
 
 
 def _set_inference(on: bool) -> None:
@@ -102,21 +111,32 @@ def _pop_dispatches(count: int) -> None:
         _C._pop_torch_dispatch_stack(None)
 
 
+def _set_autocast(on: bool) -> None:
+    if not on:
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, False)
+        torch.clear_autocast_cache()
+
+
 def _set_collects(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
 
-_TURN: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+_TURN: _Settings = (
     ("default dtype", torch.set_default_dtype),
     ("inference mode", _set_inference),
+    ("torch function modes", _pop_functions),
+)
+
+_PASS: _Settings = (
     ("number of torch's threads", torch.set_num_threads),
     ("deterministic algorithms", _C._set_deterministic_algorithms),
-    ("torch function modes", _pop_functions),
     ("torch dispatch modes", _pop_dispatches),
     ("use of oneDNN", _C._set_mkldnn_enabled),
     ("garbage collection", _set_collects),
     ("recursion limit", sys.setrecursionlimit),
     ("flushing of denormal numbers", torch.set_flush_denormal),
+    ("autocast", _set_autocast),
 )
 
 
@@ -205,17 +225,19 @@ def _set_precision(was: int) -> None:
 
 
 _kept: list[Any] = []
+_kept_pass: tuple[Any, ...] = ()
 _kept_umask = 0o22
 _kept_generator = torch.default_generator.get_state()
 
 
 def keep() -> None:
     """Remember the settings of this process, which are put back from then on. Called before any block runs."""
-    global _kept_umask, _kept_generator, _limit
+    global _kept_umask, _kept_generator, _kept_pass, _limit
     _kept_umask = os.umask(0o22)
     os.umask(_kept_umask)
     _kept_generator = torch.default_generator.get_state()
     _limit = sys.getrecursionlimit()
+    _kept_pass = pass_state()
     _kept[:] = [_copied(look()) for _, look, _ in _STEP]
 
 
@@ -229,6 +251,8 @@ def put_back_step() -> None:
     """Set the settings again that differ from those that `keep` remembered. Does nothing before `keep`."""
     if not _kept:
         return
+    if pass_state() != _kept_pass:
+        put_back_pass(_kept_pass)
     for (name, look, restore), was in zip(_STEP, _kept, strict=True):
         if look() != was:
             _tell(name)

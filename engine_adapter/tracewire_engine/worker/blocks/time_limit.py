@@ -70,6 +70,10 @@ _told_to_end = False
 _modules: dict[str, ModuleType] = {}
 _needed: dict[str, ModuleType] = {}
 _module_count = 0
+#: Further modules that are put back if a block has replaced them in `sys.modules`.
+_ALSO = frozenset(
+    {"builtins", "os", "sys", "time", "signal", "threading", "logging", "torch", "numpy", "vllm", "msgspec", "zmq"}
+)
 #: Functions that undo what a second import of a module has replaced.
 _on_restored: list[Callable[[], None]] = []
 
@@ -97,8 +101,9 @@ class Budget:
 #: The budget of the block whose turn is running, and since when (`time.monotonic()`).
 _running: Budget | None = None
 _began = 0.0
-#: The process's state before the turn.
+#: The process's state before the turn, and before the turns of one location; `None` if it is not looked at.
 _before: tuple[Any, ...] | None = None
+_before_pass: tuple[Any, ...] | None = None
 #: Whether the signal that comes next is the second of a pair.
 _paired = False
 
@@ -190,7 +195,8 @@ def keep_modules(prefixes: tuple[str, ...], on_restored: Callable[[], None]) -> 
         on_restored: is called after modules were put back.
     """
     _modules.update({name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)})
-    _needed.update({name: module for name, module in _modules.items() if name.startswith(prefixes)})
+    needed = {name for name in _modules if name.startswith(prefixes) or name in _ALSO}
+    _needed.update({name: _modules[name] for name in needed})
     _on_restored[:] = [on_restored]
 
 
@@ -221,15 +227,15 @@ def begin(budget: Budget) -> Budget | None:
     Returns:
         The budget of the turn that this one interrupts, if any; pass it to `end`.
     """
-    global _running, _began, _module_count, _before
+    global _running, _began, _module_count
     now = time.monotonic()
     outer = _running
     if outer is not None:
         outer.left_s -= now - _began
     else:
         _module_count = len(sys.modules)
-        if not _timer_shared:
-            _before = process_state.turn_state()
+        if not _timer_shared and not _building:
+            _note_state()
     if budget.step != _step:
         budget.step, budget.left_s, budget.rings = _step, _limit_s, 0
     _running, _began = budget, now
@@ -253,12 +259,25 @@ def end(outer: Budget | None) -> None:
     if outer is None:
         if _before is not None and process_state.turn_state() != _before:
             process_state.put_back_turn(_before)
-        if not _timer_shared:
-            process_state.put_back_pass()
+        if not _timer_shared and _before is not None:
+            _check_pass()
         if len(sys.modules) < _module_count and _modules:
             _put_modules_back()
         if _told_to_end:
             _end_process()
+
+
+def _note_state() -> None:
+    global _before, _before_pass
+    _before, _before_pass = process_state.turn_state(), process_state.pass_state()
+
+
+def _check_pass() -> None:
+    """Put back what the turns since `_note_state` have changed."""
+    global _before, _before_pass
+    before, _before, _before_pass = _before_pass, None, None
+    if before is not None and process_state.pass_state() != before:
+        process_state.put_back_pass(before)
 
 
 def _end_process() -> None:
@@ -269,12 +288,12 @@ def _end_process() -> None:
 
 def start_shared_timer() -> None:
     """Set the timer once for the turns that follow, until `stop_shared_timer`. Each still has a budget of its own."""
-    global _timer_shared, _before
+    global _timer_shared
     if _limit_s and _running is None:
         _guard()
         _start(_limit_s)
         _timer_shared = True
-        _before = process_state.turn_state()
+        _note_state()
 
 
 def stop_shared_timer() -> None:
@@ -283,7 +302,7 @@ def stop_shared_timer() -> None:
     if _timer_shared and _running is None:
         _timer_shared = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        process_state.put_back_pass()
+        _check_pass()
 
 
 def _start(seconds: float) -> None:

@@ -59,6 +59,7 @@ TURN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
     "dispatch mode": (lambda: _enter(_DispatchMode()), torch._C._len_torch_dispatch_stack),
     "onednn": (lambda: torch._C._set_mkldnn_enabled(False), torch._C._get_mkldnn_enabled),
+    "autocast": (lambda: _enter(torch.autocast("cpu", torch.bfloat16)), lambda: torch.is_autocast_enabled("cpu")),
     "gc": (gc.disable, gc.isenabled),
     "recursion": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
     "denormals": (
@@ -72,22 +73,23 @@ TURN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_a_setting_is_put_back_after_a_turn(name: str, caplog: pytest.LogCaptureFixture) -> None:
     change, look = TURN[name]
     with torch.inference_mode():
-        before, was = process_state.turn_state(), look()
+        turn, whole, was = process_state.turn_state(), process_state.pass_state(), look()
         change()
         assert look() != was
-        assert process_state.turn_state() != before
+        assert (process_state.turn_state(), process_state.pass_state()) != (turn, whole)
         for _ in range(2):
-            process_state.put_back_turn(before)
+            process_state.put_back_turn(turn)
+            process_state.put_back_pass(whole)
         assert look() == was
-        assert process_state.turn_state() == before
+        assert (process_state.turn_state(), process_state.pass_state()) == (turn, whole)
     assert len(caplog.records) == 1
 
 
-def test_autocast_is_put_back_after_the_turns_of_a_location() -> None:
-    _enter(torch.autocast("cpu", torch.bfloat16))
-    assert torch.is_autocast_enabled("cpu")
-    process_state.put_back_pass()
-    assert not torch.is_autocast_enabled("cpu")
+def test_what_a_finalizer_changed_is_put_back_at_the_next_step() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    process_state.put_back_step()
+    assert torch.get_num_threads() == before
 
 
 STEP: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
