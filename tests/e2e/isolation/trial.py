@@ -214,7 +214,7 @@ class Trial:
 
     async def _look(self, verdict: Verdict, victim: Path, before: set[psutil.Process], memory: int) -> None:
         """Note what a kind has left behind. What is left is this kind's, and not that of those that come later."""
-        if victim.is_symlink() or not victim.exists() or victim.read_text() != CANARY:
+        if not _is_whole(victim):
             verdict.left.append("a file of the engine's user")
         state = await self._state_now()
         if state is None:
@@ -250,6 +250,10 @@ class Trial:
         assert batch.offender is not None
         state: dict[str, Any] | None = batch.offender.saves.get("state")
         return state
+
+
+def _is_whole(victim: Path) -> bool:
+    return not victim.is_symlink() and victim.exists() and victim.read_text() == CANARY
 
 
 def _rows_of_others(kind: Kind, offender: Seen) -> bool:
