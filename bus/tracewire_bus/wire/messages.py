@@ -914,18 +914,19 @@ class EngineInfo(Message):
     beside its line. Heartbeats leave out `modules`, `attributes`, `sources` and `config`; `tree` identifies them.
 
     The engine: `state` is `serving`, `holding` (waiting until Redis has taken the events that the engine could not yet
-    write), `draining` (takes no new traces, and then ends) or `lost` (its vLLM has died). `capacity` is how many traces
-    it runs at once, `running` how many it runs now, `queue_limit` how many submissions may wait for its model (0: any
-    number). `host` is its machine or pod. `openai` is the URL of its HTTP API, `""` if it serves none. `retention_s` is
-    how many seconds it keeps a trace after the trace's end, 0 if unknown. `edits` is the generation of the model's
-    standing interventions that the engine runs; `edit_errors` maps the name of an intervention that it cannot run to
-    the reason. `malformed` counts the malformed entries that the engine found in Redis and skipped. `waiting_bytes` is
-    how many bytes of events and saves wait for Redis. `edit_failures` counts for each standing intervention the
-    requests of this engine on which it raised. `code` says whose blocks the engine runs (`none`, `listed`, `signed` or
-    `any`; `""` if unknown), `code_reason` why. `unsigned` says whether it accepts submissions and orders that no key
-    has signed. `public_key` is the key with which it signs finals, in hexadecimal; `""` if it signs none.
-    `limits` are the engine's limits that differ from the defaults, by name
-    (`domain/limit_table.py`), and `limits_reached` counts for each limit how often it was reached.
+    write), `stalled` (its vLLM has not answered for a while), `draining` (takes no new traces, and then ends) or
+    `lost` (its vLLM has died). `capacity` is how many traces it runs at once, `running` how many it runs now,
+    `queue_limit` how many submissions may wait for its model (0: any number). `host` is its machine or pod.
+    `openai` is the URL of its HTTP API, `""` if it serves none. `retention_s` is how many seconds it keeps a trace
+    after the trace's end, 0 if unknown. `edits` is the generation of the model's standing interventions that the
+    engine runs; `edit_errors` maps the name of an intervention that it cannot run to the reason. `malformed` counts
+    the malformed entries that the engine found in Redis and skipped. `waiting_bytes` is how many bytes of events
+    and saves wait for Redis. `edit_failures` counts for each standing intervention the requests of this engine on
+    which it raised. `code` says whose blocks the engine runs (`none`, `listed`, `signed` or `any`; `""` if
+    unknown), `code_reason` why. `unsigned` says whether it accepts submissions and orders that no key has signed.
+    `public_key` is the key with which it signs finals, in hexadecimal; `""` if it signs none. `limits` are the
+    engine's limits that differ from the defaults, by name (`domain/limit_table.py`), and `limits_reached` counts
+    for each limit how often it was reached.
     """
 
     engine: str

@@ -62,6 +62,9 @@ _LOOKS = 10
 class Adapter:
     """Serves one engine on the bus until it is stopped or the engine is lost."""
 
+    #: Whether the engine has neither answered nor reported for a while.
+    _silent = False
+
     def __init__(self, engine: Engine, info: EngineInfo, bus: Bus, settings: Settings | None = None) -> None:
         self._engine = engine
         self._info = info
@@ -291,18 +294,30 @@ class Adapter:
             info.running = len(self._intake.scopes) + self.plain.running
             info.malformed, info.waiting_bytes = self._bus.guard.malformed, self._backpressure.waiting_bytes
             info.limits_reached = dict(self._trace_limits.counts)
-            stopping = "holding" if self.engine_paused and self._taking else "serving" if self._taking else "draining"
-            info.state = "lost" if self.lost else stopping
+            info.state = self._state()
             try:
                 await self._renew()
             except BusError as error:
                 # The engine goes on. Its events wait for Redis, and its entry is written again when Redis is back.
                 logger.warning("the registry could not be renewed: %s", error)
 
+    def _state(self) -> str:
+        """The engine's state, as the registry has it (`EngineInfo`)."""
+        if self.lost:
+            return "lost"
+        if not self._taking:
+            return "draining"
+        return "stalled" if self._silent else "holding" if self.engine_paused else "serving"
+
+    def _note_silence(self, silent: bool) -> None:
+        if silent != self._silent:
+            self._silent = silent
+            self._beat.notify()
+
     async def _watch_engine(self) -> None:
         """End the engine when it has neither answered nor reported for too long. Other engines then take its traces.
 
-        The registry does not show that an engine hangs, since the adapter goes on renewing the entry.
+        Meanwhile the engine's state in the registry is `stalled`.
         """
         patience_s = self._settings.engine_patience_s
         while True:
@@ -331,7 +346,9 @@ class Adapter:
                 with anyio.move_on_after(slice_s):
                     await answered.wait()
                 if answered.is_set() or self._reports.count != reported:
+                    self._note_silence(False)
                     break
+                self._note_silence(True)
             else:
                 asking.cancel_scope.cancel()
                 return False

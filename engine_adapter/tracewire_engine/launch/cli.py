@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging(options.log_format)
     # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
-    command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(arguments)]
+    command = [sys.executable, "-m", "tracewire_engine.launch", *shown(arguments)]
     return supervise(command, options.restarts, grace_s, given)
 
 
@@ -657,7 +657,3 @@ async def _stranger(bus: Bus, info: EngineInfo) -> str:
                 *(other.engine, info.model, ", ".join(differs)),
             )
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -121,7 +121,7 @@ class Given:
         given = cls(kept, secrets)
         if secrets or shown(kept) != kept:
             descriptor, environment = given.hand()
-            command = [sys.executable, "-m", "tracewire_engine.launch.cli", *shown(kept)]
+            command = [sys.executable, "-m", "tracewire_engine.launch", *shown(kept)]
             os.set_inheritable(int(descriptor), True)
             os.execve(command[0], command, environment)
         return given

@@ -116,14 +116,16 @@ class RequestFinisher:
                     requests.finish_dangling(copy, self._interleaver.taps, quiet=True)
                 requests.record(copy)
             request.note_errors()
-        if self._reporter.link is not None:
-            self._report_finish(request, progress, covered, counted)
+        travels = self._reporter.link is not None and self._report_finish(request, progress, covered, counted)
         if isinstance(request, EditedRequest):
             request.dispose()
         if mediator is not None:
             save_marks.release(mediator)
             if isinstance(mediator, BlockMediator):
                 mediator.dispose()
+        counted = dict  # the function holds saves
+        if not travels:
+            _free(progress)
         self._leave_shared(request)
         if requests.ranks is not None:
             requests.ranks.forget(request.id)
@@ -161,8 +163,12 @@ class RequestFinisher:
 
     def _report_finish(
         self, request: Request, progress: RequestProgress, covered: int | None, read_counted: _Counted
-    ) -> None:
-        """Report a request's end: how its blocks ended, and the part of their saves that no step's report had."""
+    ) -> bool:
+        """Report a request's end: how its blocks ended, and the part of their saves that no step's report had.
+
+        Returns:
+            Whether another thread still reads the saves.
+        """
         tracker = progress.tracker
         record = FinishRecord(request.engine_id, request.index, NO_DELTAS, steps=progress.steps)
         record.tokens = -1 if covered is None else covered
@@ -205,6 +211,7 @@ class RequestFinisher:
             self._add_outcome(record, request, progress, error)
         # Otherwise the block ended in the step of a token that is not part of the request, which does not count.
         self._reporter.finish(record, ending if later else None, check)
+        return later
 
     @staticmethod
     def _add_outcome(record: FinishRecord, request: Request, progress: RequestProgress, error: Failure | None) -> None:
@@ -243,6 +250,15 @@ class RequestFinisher:
             logger.exception("could not report the shared values of %s", run.name)
             record.error = failure_of(exception, None, hint=" (while the shared values were read)")
         self._reporter.finish(record)
+
+
+def _free(progress: RequestProgress) -> None:
+    """Free the saves that a request's tracker holds, within limited time: finalizers may be the block's code."""
+    try:
+        with time_limit.turn(building=True):
+            progress.tracker.clear()
+    except Exception as exception:
+        logger.debug("freeing the saves of an ended block failed: %s", type(exception).__name__)
 
 
 def _hint(exception: BaseException) -> str:

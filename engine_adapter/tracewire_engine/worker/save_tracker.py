@@ -394,6 +394,10 @@ class SaveTracker:
                     self._refuse(name, error, deltas, len(deltas))
         return Ending(self, saves, invoke, choice, deltas, now)
 
+    def clear(self) -> None:
+        """Free the values that it holds, after the end. Their finalizers may be the block's code."""
+        self._names, self._undo, self.taken, self.broken = {}, _Undo(), [], None
+
 
 class Ending:
     """The end of one choice's saves: the last deltas, and the comparison with the values that were sent."""

@@ -18,6 +18,7 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.liveness import HeartbeatSender
 from tracewire_engine.protocol.keys import LINK_ADDRESS, WORKER_PATIENCE
+from tracewire_engine.worker.blocks import process_state
 from tracewire_engine.worker.parallel.stage_exchange import PipelineMixin
 
 from .runner import TracewireRunner
@@ -65,6 +66,7 @@ class TracewireWorker(_PlatformWorker):
         """
         result = super().compile_or_warm_up_model()
         self.model_runner.tracewire_deferred.attach(WorkerProc)
+        process_state.keep()
         gc.collect()
         gc.freeze()
         config = self.vllm_config.additional_config

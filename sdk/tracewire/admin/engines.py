@@ -32,8 +32,9 @@ class Engine(msgspec.Struct, frozen=True):
     Attributes:
         name: the engine's name, which no earlier engine had.
         model: the name of the model that it serves.
-        state: `serving`; `holding` (its traces wait until Redis has taken their events); `draining` (it takes no new
-            traces, and then leaves); or `lost` (its vLLM has died). Newer versions may have other states.
+        state: `serving`; `holding` (its traces wait until Redis has taken their events); `stalled` (its vLLM has not
+            answered for a while); `draining` (it takes no new traces, and then leaves); or `lost` (its vLLM has died).
+            Newer versions may have other states.
         running: how many traces it runs.
         capacity: how many traces it runs at most.
         host: the name of its machine or pod; `""` for an old engine.

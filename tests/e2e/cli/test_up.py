@@ -60,7 +60,7 @@ class Up:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             below = psutil.Process(self.process.pid).children(recursive=True)
-            if len(with_words(below, "tracewire_engine.launch.cli")) == 2:
+            if len(with_words(below, "tracewire_engine.launch")) == 2:
                 return below
             time.sleep(0.05)
         raise AssertionError(f"no adapter was started:\n{self.errors.read_text()}")

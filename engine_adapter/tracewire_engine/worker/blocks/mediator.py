@@ -25,6 +25,7 @@ from .encoder_guard import refuse_encoders
 from .failures import attributes, failure_of, is_stop, release_frames
 from .live_params import LIVE, LiveRun, LiveValues
 from .plain_values import CopyingCache, plain
+from .process_state import recursion_limit
 from .residual import ResidualReads
 
 __all__ = ["RESULT", "SAMPLES", "BlockMediator", "BlockTracer"]
@@ -216,6 +217,9 @@ class BlockMediator(Mediator):
     def wanted(self, location: str) -> int:
         # nnsight calls this for every location that the block asks for, in the block's own greenlet, so an error here
         # is raised at the block's line. Without these checks the block would wait for ever.
+        if sys.getrecursionlimit() != recursion_limit():
+            # The model's thread may be deeper by now than the block's limit allows.
+            sys.setrecursionlimit(recursion_limit())
         refuse_encoders(self.interleaver.encoders, location)
         taps = self.interleaver.taps
         if taps and location not in taps and location.rpartition(".")[2] in ("input", "output", "skip"):
@@ -309,6 +313,9 @@ class BlockMediator(Mediator):
                 raise
             self.raised = watchdog.BlockExit(f"the block raised {type(exception).__name__}: {exception}")
             raise self.raised from exception
+        finally:
+            # Here, since the model's thread may be deeper than a lower limit allows.
+            sys.setrecursionlimit(recursion_limit())
 
 
 class Steps(Iterations):

@@ -7,9 +7,12 @@ the limit: it interrupts Python code, sleeps and locks on the main thread, where
 interrupt C code that does not return to the interpreter, nor does it stop a block that catches every exception again
 and again. Run blocks of less trusted users on a separate engine.
 
-A block can change two things of the process: its signal handlers and its loaded modules. Both are checked before blocks
-run, and put back. If a SIGTERM comes during a block's turn, the process handles it when the turn is over, because the
-handler's exception would otherwise be raised in the block.
+A block can change state of the process. Its signal handlers and loaded modules are checked before blocks run, and put
+back; `process_state.py` puts back more. If a block ignores the timer's signal, a thread sends another signal a little
+later (`turn_monitor.py`). If a block swallows the first exception of the time limit, later ones come in pairs: the
+second of a pair is raised in the block's handler of the first, and so ends a loop that catches everything. If a SIGTERM
+comes during a block's turn, the process handles it when the turn is over, because the handler's exception would
+otherwise be raised in the block.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from greenlet import getcurrent
+
+from . import block_names, forbidden_calls, process_state
+from .turn_monitor import SECOND_SIGNAL, TurnMonitor
 
 __all__ = [
     *(
@@ -49,6 +55,7 @@ _LEAST_S = 0.001
 _SLACK_S = 0.05
 
 _limit_s = 0.0
+_monitor: TurnMonitor | None = None
 _building = False
 _step = 0
 _shielded = False
@@ -63,6 +70,10 @@ _told_to_end = False
 _modules: dict[str, ModuleType] = {}
 _needed: dict[str, ModuleType] = {}
 _module_count = 0
+#: Further modules that are put back if a block has replaced them in `sys.modules`.
+_ALSO = frozenset(
+    {"builtins", "os", "sys", "time", "signal", "threading", "logging", "torch", "numpy", "vllm", "msgspec", "zmq"}
+)
 #: Functions that undo what a second import of a module has replaced.
 _on_restored: list[Callable[[], None]] = []
 
@@ -78,20 +89,32 @@ class BlockTimeout(Exception):
 class Budget:
     """The time that one block may still take in a step: `left_s` seconds of the step numbered `step`."""
 
-    __slots__ = ("left_s", "step")
+    __slots__ = ("left_s", "rings", "step")
 
     def __init__(self) -> None:
         self.step = -1
         self.left_s = 0.0
+        #: How often the time limit has interrupted it in the step.
+        self.rings = 0
 
 
 #: The budget of the block whose turn is running, and since when (`time.monotonic()`).
 _running: Budget | None = None
 _began = 0.0
+#: The process's state before the turn, and before the turns of one location; `None` if it is not looked at.
+_before: tuple[Any, ...] | None = None
+_before_pass: tuple[Any, ...] | None = None
+#: Whether the signal that comes next is the second of a pair.
+_paired = False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _paired
+    paired, _paired = _paired, False
     if _shielded or _running is None:
+        return
+    in_block = frame is not None and frame.f_globals.get("__name__") == block_names.__name__
+    if paired and not in_block:
         return
     left = _began + _running.left_s - time.monotonic()
     if left > 0:
@@ -100,6 +123,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         return
     # The timer may ring just after the block has parked: the model must not be hit then.
     if _building or getattr(getcurrent(), "mediator", None) is not None:
+        _running.rings += 1
+        if _running.rings > 1 and in_block:
+            _paired = True
+            signal.raise_signal(signal.SIGALRM)
         raise BlockTimeout(
             f"the block ran for {_limit_s:g} s within one step, while every request waited for it; to loop over the "
             "steps write `for step in tracer.iter[:]`, and leave a loop that is done with `break`"
@@ -125,13 +152,23 @@ def limit_turns(seconds: float) -> None:
     Args:
         seconds: 0 for no limit.
     """
-    global _limit_s, _guarding
+    global _limit_s, _guarding, _monitor
     if threading.current_thread() is not threading.main_thread():
         logger.warning("blocks run without a time limit: they are not on the main thread, where a timer can interrupt")
         return
     _limit_s = max(0.0, seconds)
     _guarding = True
     _guard()
+    forbidden_calls.install(lambda: _running is not None)
+    if _limit_s and _monitor is None:
+        _monitor = TurnMonitor(_overdue_s)
+        _monitor.start()
+
+
+def _overdue_s() -> float:
+    """For how many seconds the current turn has had no time left; negative if it has time, or there is no turn."""
+    running = _running
+    return -1.0 if running is None or not _limit_s or _shielded else time.monotonic() - _began - running.left_s
 
 
 def _guard() -> None:
@@ -139,8 +176,9 @@ def _guard() -> None:
     global _terminate
     if not _guarding or threading.current_thread() is not threading.main_thread():
         return
-    if _limit_s and signal.getsignal(signal.SIGALRM) is not _interrupt:
-        signal.signal(signal.SIGALRM, _interrupt)
+    for number in (signal.SIGALRM, SECOND_SIGNAL) if _limit_s else ():
+        if signal.getsignal(number) is not _interrupt:
+            signal.signal(number, _interrupt)
     current = signal.getsignal(signal.SIGTERM)
     # None: the handler was not installed from Python.
     if current is not _keep_termination and current is not None:
@@ -157,7 +195,8 @@ def keep_modules(prefixes: tuple[str, ...], on_restored: Callable[[], None]) -> 
         on_restored: is called after modules were put back.
     """
     _modules.update({name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)})
-    _needed.update({name: module for name, module in _modules.items() if name.startswith(prefixes)})
+    needed = {name for name in _modules if name.startswith(prefixes) or name in _ALSO}
+    _needed.update({name: _modules[name] for name in needed})
     _on_restored[:] = [on_restored]
 
 
@@ -171,14 +210,15 @@ def _put_modules_back() -> None:
 
 
 def begin_step() -> None:
-    """Begin a step: each block has its full time again. Restores signal handlers and modules that a block changed."""
+    """Begin a step: each block has its full time again. Puts back what blocks have changed of the process."""
     global _step
     _step += 1
     _guard()
+    process_state.put_back_step()
     if not _needed.items() <= sys.modules.items():
         _put_modules_back()
     if _guarding:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM, signal.SIGTERM, SECOND_SIGNAL))
 
 
 def begin(budget: Budget) -> Budget | None:
@@ -194,8 +234,10 @@ def begin(budget: Budget) -> Budget | None:
         outer.left_s -= now - _began
     else:
         _module_count = len(sys.modules)
+        if not _timer_shared and not _building:
+            _note_state()
     if budget.step != _step:
-        budget.step, budget.left_s = _step, _limit_s
+        budget.step, budget.left_s, budget.rings = _step, _limit_s, 0
     _running, _began = budget, now
     if _limit_s and (not _timer_shared or budget.left_s < _limit_s - _SLACK_S):
         _start(budget.left_s)
@@ -215,10 +257,27 @@ def end(outer: Budget | None) -> None:
         else:
             _start(outer.left_s)
     if outer is None:
+        if _before is not None and process_state.turn_state() != _before:
+            process_state.put_back_turn(_before)
+        if not _timer_shared and _before is not None:
+            _check_pass()
         if len(sys.modules) < _module_count and _modules:
             _put_modules_back()
         if _told_to_end:
             _end_process()
+
+
+def _note_state() -> None:
+    global _before, _before_pass
+    _before, _before_pass = process_state.turn_state(), process_state.pass_state()
+
+
+def _check_pass() -> None:
+    """Put back what the turns since `_note_state` have changed."""
+    global _before, _before_pass
+    before, _before, _before_pass = _before_pass, None, None
+    if before is not None and process_state.pass_state() != before:
+        process_state.put_back_pass(before)
 
 
 def _end_process() -> None:
@@ -234,6 +293,7 @@ def start_shared_timer() -> None:
         _guard()
         _start(_limit_s)
         _timer_shared = True
+        _note_state()
 
 
 def stop_shared_timer() -> None:
@@ -242,6 +302,7 @@ def stop_shared_timer() -> None:
     if _timer_shared and _running is None:
         _timer_shared = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _check_pass()
 
 
 def _start(seconds: float) -> None:

@@ -56,6 +56,26 @@ async def test_an_engine_that_reports_is_not_given_up_whether_or_not_it_answers(
             assert not adapter.lost
 
 
+async def test_the_registry_shows_that_an_engine_is_stalled_until_it_reports_again(
+    embedded: str, bus: Bus, prefix: str
+) -> None:
+    engine = Hanging()
+
+    async def stalled() -> bool:
+        return [entry.state for entry in await bus.registry.list()] == ["stalled"]
+
+    async def serves() -> bool:
+        engine.report(Report())
+        adapter._reports.pull()
+        return [entry.state for entry in await bus.registry.list()] == ["serving"]
+
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine, engine_patience_s=30.0) as adapter:
+            await until(stalled)
+            await until(serves)
+            assert not adapter.lost
+
+
 async def test_a_redis_that_goes_before_the_engine_is_registered_ends_no_adapter(
     embedded: str, prefix: str, tmp_path: Path
 ) -> None:

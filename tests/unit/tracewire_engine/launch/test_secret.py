@@ -72,11 +72,11 @@ def test_a_command_with_secrets_becomes_one_without(tmp_path: Path) -> None:
     secret = Path(sys.modules[Given.__module__].__file__ or "")
     (module / "__init__.py").touch()
     (module / "secret.py").write_text(secret.read_text())
-    (module / "cli.py").write_text(LOOK + "print(os.getpid())")
+    (module / "__main__.py").write_text(LOOK + "print(os.getpid())")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), URL: f"redis://:{SECRET}@h", "HF_TOKEN": SECRET}
     environment["MODELSCOPE_API_TOKEN"] = SECRET
     begun = subprocess.Popen(
-        [sys.executable, "-m", "tracewire_engine.launch.cli", "demo", f"--openai-option=--api-key={SECRET}"],
+        [sys.executable, "-m", "tracewire_engine.launch", "demo", f"--openai-option=--api-key={SECRET}"],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,

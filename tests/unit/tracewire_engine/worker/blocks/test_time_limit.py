@@ -17,6 +17,7 @@ import torch
 
 import tracewire
 from benchmarks.blocks import _Runner, _scheduled
+from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Set
 from tracewire_engine.link.step_link import encode_reports
 from tracewire_engine.protocol.keys import BLOCK_ARG
@@ -464,12 +465,11 @@ def test_a_signal_to_end_that_comes_in_a_block_s_turn_ends_the_process_and_not_t
 
     @tracewire.intervention
     def told(model, tracer, live):
-        import os
         import signal
 
         model.model.layers[2].output
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         finally:
             reached = 1
 
@@ -497,5 +497,99 @@ def test_modules_that_a_block_deleted_are_put_back(runner: Any) -> None:
     Rounds(runner, deletes=deletes).run(2)
     assert "nnsight.tracing.tracer" in sys.modules
     rounds = Rounds(runner, innocent=innocent)
+    rounds.run(3)
+    innocent_saved(rounds, 3)
+
+
+def test_a_loop_that_swallows_every_exception_is_ended(runner: Any) -> None:
+    @tracewire.intervention
+    def swallows(model, tracer, live):
+        model.model.layers[2].output
+        count = 0
+        while True:
+            try:
+                count += 1
+                [0] * 100
+            except BaseException:
+                count -= 1
+
+    rounds = Rounds(runner, swallows=swallows, innocent=innocent)
+    error = rounds.run(4)["swallows"].error
+    assert error is not None
+    assert error.type == "BlockTimeout"
+    assert error.line is not None
+    innocent_saved(rounds, 4)
+
+
+@pytest.mark.parametrize("way", ["ignored", "blocked", "stopped"])
+def test_a_block_that_switches_the_timer_off_is_ended(runner: Any, way: str) -> None:
+    @tracewire.intervention
+    def switches_off(model, tracer, live, way=way):
+        import signal
+
+        model.model.layers[2].output
+        if way == "ignored":
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        elif way == "blocked":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        while True:
+            pass
+
+    rounds = Rounds(runner, switches_off=switches_off, innocent=innocent)
+    error = rounds.run(4)["switches_off"].error
+    assert error is not None
+    assert (error.type, error.source) in {("BlockTimeout", "pass"), ("BlockTimeout", "while True:")}
+    innocent_saved(rounds, 4)
+    again = Rounds(runner, endless=switches_off, innocent=innocent)
+    assert again.run(4)["endless"].error is not None
+
+
+def test_what_a_block_sets_for_the_process_is_not_set_for_the_block_behind_it(runner: Any) -> None:
+    @tracewire.intervention
+    def sets(model, tracer, live):
+        import sys
+
+        import torch
+
+        for step in tracer.iter[:]:
+            model.model.layers[2].output
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("meta")
+            sys.setrecursionlimit(150)
+
+    @tracewire.intervention
+    def reads(model, tracer, live):
+        import sys
+
+        import torch
+
+        found = [].save()
+        for step in tracer.iter[:]:
+            model.model.layers[2].output
+            made = torch.zeros(1)
+            found.append((str(made.dtype), str(made.device), sys.getrecursionlimit()))
+
+    rounds = Rounds(runner, sets=sets, reads=reads)
+    finishes = rounds.run(3)
+    assert (finishes["sets"].error, finishes["reads"].error) == (None, None)
+    found = [delta.value if isinstance(delta, Set) else delta.items for part in rounds.saved("reads") for delta in part]
+    expected = digest([("torch.float32", "cpu", sys.getrecursionlimit())] * 3)
+    assert finishes["reads"].manifest[0].digest == expected, found
+
+
+def test_a_save_whose_finalizer_never_returns_is_freed_within_the_limit(runner: Any) -> None:
+    @tracewire.intervention
+    def odd(model, tracer, live):
+        class Odd(list):
+            def __del__(self):
+                while True:
+                    pass
+
+        model.model.layers[2].output
+        kept = {"odd": Odd([1])}.save()
+
+    rounds = Rounds(runner, odd=odd, innocent=innocent)
     rounds.run(3)
     innocent_saved(rounds, 3)
