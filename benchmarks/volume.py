@@ -266,7 +266,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     setup: dict[str, Any] = {"model": str(options.model), "engine": {"max_model_len": 2048}, "taps": options.tap}
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
-    setup["arguments"] = ["--adapters", str(options.adapters)]
+    setup["arguments"] = [] if options.adapters is None else ["--adapters", str(options.adapters)]
     if options.bulk is not None:
         # The engine's budget of files holds a round of 256 requests at all layers.
         setup["arguments"] += ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument(
         "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"
     )
-    parser.add_argument("--adapters", type=at_least(1), default=1, help="as of `tracewire engine`")
+    parser.add_argument("--adapters", type=at_least(1), help="as of `tracewire engine`")
     parser.add_argument("--subscribers", type=at_least(1), default=1, help="how many processes submit and follow")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")

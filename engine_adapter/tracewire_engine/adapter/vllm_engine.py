@@ -241,8 +241,7 @@ class VllmEngine:
         if result:
             extra_args[RESULT_ARG] = True
         stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
-        tells_end = stops and (block is not None or edits is not None)
-        if tells_end:
+        if tells_end := stops and (block is not None or edits is not None):
             extra_args[END_ARG] = True
         if extra_args:
             if submission.live != _NONE_LIVE:

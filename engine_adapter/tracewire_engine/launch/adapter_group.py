@@ -18,8 +18,8 @@ import multiprocessing
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -38,9 +38,10 @@ __all__ = [
     "SERVING",
     "AdapterGroup",
     "Beside",
+    "Loaded",
     "Model",
-    "besides",
     "core_sockets",
+    "default_count",
     "follow",
     "front_ends",
     "share",
@@ -51,23 +52,23 @@ logger = logging.getLogger("tracewire")
 #: What adapter 0 tells the others, and what they tell it.
 STOP, DRAIN, LOST, SERVING, DRAINING = b"stop", b"drain", b"lost", b"serving", b"draining"
 
+#: How many adapters an engine has by default where it has that many cores.
+_ADAPTERS: Final = 3
+_CORES: Final = 12
+
 #: How long adapters beside adapter 0 may take to end, in addition to draining, in seconds.
 _END_S: Final = 15.0
 
 
 @dataclass
 class Beside:
-    """What an adapter beside adapter 0 gets.
+    """What an adapter beside adapter 0 gets when it starts, while vLLM loads the model.
 
     Attributes:
         number: the adapter's number.
         count: how many adapters the engine has.
         link: the address of adapter 0's link.
-        vllm_config: vLLM's configuration of the running engine.
-        tokenizer: the model's.
-        loras: vLLM's requests for the engine's LoRA adapters.
-        taps: the locations that CUDA graphs serve.
-        info: the adapter's entry of the registry, encoded.
+        vllm_config: vLLM's configuration of the engine.
         options: the command's.
     """
 
@@ -75,11 +76,24 @@ class Beside:
     count: int
     link: str
     vllm_config: Any
+    options: Namespace
+
+
+@dataclass
+class Loaded:
+    """What an adapter beside adapter 0 gets when the model has loaded.
+
+    Attributes:
+        tokenizer: the model's.
+        loras: vLLM's requests for the engine's LoRA adapters.
+        taps: the locations that CUDA graphs serve.
+        info: the adapter's entry of the registry, encoded.
+    """
+
     tokenizer: Any
     loras: Any
     taps: Any
     info: bytes
-    options: Namespace
 
 
 @dataclass
@@ -99,8 +113,11 @@ def core_sockets(link: str, number: int) -> tuple[str, str]:
 
 
 @contextmanager
-def front_ends(link: str, count: int) -> Iterator[None]:
-    """Have vLLM start EngineCore for `count` front ends. The first is the one that starts it."""
+def front_ends(link: str, count: int, starting: Callable[[Any], None]) -> Iterator[None]:
+    """Have vLLM start EngineCore for `count` front ends. The first is the one that starts it.
+
+    `starting` is called with vLLM's configuration before EngineCore starts.
+    """
     from vllm.v1.engine import core_client
 
     launch: Any = core_client.launch_core_engines
@@ -110,10 +127,23 @@ def front_ends(link: str, count: int) -> Iterator[None]:
             taken, given = core_sockets(link, number)
             addresses.inputs.append(taken)
             addresses.outputs.append(given)
+        starting(vllm_config)
         return launch(vllm_config, executor, log_stats, addresses)
 
     with mock.patch.object(core_client, "launch_core_engines", launched) if count > 1 else nullcontext():
         yield
+
+
+def default_count(arguments: Any) -> int:
+    """How many adapters an engine with these arguments of vLLM's has unless the operator says so."""
+    from vllm.platforms import current_platform
+
+    # Each worker keeps a core busy too.
+    workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    cores = len(os.sched_getaffinity(0)) - (workers - 1)
+    if current_platform.is_cpu() or arguments.distributed_executor_backend == "ray" or cores < _CORES:
+        return 1
+    return 1 if arguments.create_model_config().is_multimodal_model else _ADAPTERS
 
 
 def share(info: EngineInfo, number: int, count: int) -> EngineInfo:
@@ -127,26 +157,6 @@ def share(info: EngineInfo, number: int, count: int) -> EngineInfo:
 _OWN: Final = frozenset(("loaded", "exporter", "listener", "openai_arguments"))
 
 
-def besides(model: Any, link: str, info: EngineInfo, options: Namespace) -> list[Beside]:
-    """What each adapter beside adapter 0 gets, given the engine's model, its link, its entry and its options."""
-    count = options.adapters
-    kept = Namespace(**{name: value for name, value in vars(options).items() if name not in _OWN})
-    return [
-        Beside(
-            number=number,
-            count=count,
-            link=link,
-            vllm_config=model.vllm_entrypoint.vllm_config,
-            tokenizer=model.tokenizer,
-            loras=list(model.loras),
-            taps=list(model.taps),
-            info=msgspec.msgpack.encode(share(info, number, count)),
-            options=kept,
-        )
-        for number in range(1, count)
-    ]
-
-
 @dataclass
 class AdapterGroup:
     """The adapters beside adapter 0, as adapter 0 holds them."""
@@ -158,16 +168,33 @@ class AdapterGroup:
     #: What the adapters were told, if they were told to stop.
     told: bytes = b""
 
-    def start(self, besides: list[Beside]) -> None:
-        """Start the processes. Call it on the main thread: the kernel ends them with the thread that started them."""
+    def start(self, link: str, options: Namespace, vllm_config: Any) -> None:
+        """Start the processes. Call it on the main thread: the kernel ends them with the thread that started them.
+
+        Args:
+            link: the address of adapter 0's link.
+            options: the command's.
+            vllm_config: vLLM's configuration of the engine.
+        """
         context = multiprocessing.get_context("spawn")
-        for beside in besides:
+        kept = Namespace(**{name: value for name, value in vars(options).items() if name not in _OWN})
+        for number in range(1, options.adapters):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(beside, theirs, os.getpid()), name=f"adapter {beside.number}")
+            beside = Beside(number, options.adapters, link, vllm_config, kept)
+            process = context.Process(target=_main, args=(beside, theirs, os.getpid()), name=f"adapter {number}")
             process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
+
+    def loaded(self, model: Any, info: EngineInfo) -> EngineInfo:
+        """Tell the adapters that the model has loaded. Returns the entry of adapter 0, given that of the engine."""
+        count = 1 + len(self.pipes)
+        for number, pipe in enumerate(self.pipes, 1):
+            entry = msgspec.msgpack.encode(share(info, number, count))
+            with suppress(OSError):  # that process has ended, which `run` notices
+                pipe.send(Loaded(model.tokenizer, list(model.loras), list(model.taps), entry))
+        return share(info, 0, count)
 
     async def run(self, adapter: Adapter) -> None:
         """Pass on what adapter 0 does to the others, and what they do to adapter 0. Cancel it when adapter 0 ended."""
@@ -207,10 +234,8 @@ class AdapterGroup:
         """Tell all adapters to stop: `STOP`, `DRAIN` or `LOST`."""
         self.told = message
         for pipe in self.pipes:
-            try:
+            with suppress(OSError):  # that process has ended
                 pipe.send_bytes(message)
-            except OSError:  # that process has ended
-                continue
 
     async def wait_ended(self, drain_s: float) -> None:
         """Wait until the adapters have ended. Those that were told to stop may take `drain_s` seconds for it."""

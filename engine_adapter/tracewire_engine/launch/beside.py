@@ -17,7 +17,7 @@ from tracewire_engine.adapter.vllm_engine import VllmEngine
 from tracewire_engine.link.blob_receiver import BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 
-from .adapter_group import DRAINING, SERVING, Beside, Model, core_sockets, follow
+from .adapter_group import DRAINING, SERVING, Beside, Loaded, Model, core_sockets, follow
 from .cli import LOOP, adapter_settings, open_bus, settle_memory, spans_of
 
 __all__ = ["serve"]
@@ -48,8 +48,9 @@ def serve(beside: Beside, pipe: Connection) -> None:
         try:
             enable_envs_cache()
             settle_memory()
-            model = Model(llm, beside.tokenizer, beside.loras, beside.taps)
-            info = msgspec.msgpack.decode(beside.info, type=EngineInfo)
+            loaded: Loaded = pipe.recv()
+            model = Model(llm, loaded.tokenizer, loaded.loras, loaded.taps)
+            info = msgspec.msgpack.decode(loaded.info, type=EngineInfo)
             anyio.run(partial(_run, model, link, blobs, info, beside, pipe), backend_options=LOOP)
         finally:
             llm.shutdown()

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
     from .adapter_group import AdapterGroup
+    from .engine_builder import WorkerSettings
 
 __all__ = ["LOOP", "adapter_settings", "demo_model", "main", "open_bus", "settle_memory", "spans_of"]
 
@@ -149,6 +150,9 @@ def _adapter(
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
+    from .adapter_group import default_count
+
+    options.adapters = options.adapters or default_count(vllm_arguments)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
             return _serve(vllm_arguments, options)
@@ -302,6 +306,23 @@ async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
         logger.warning("%s", error)
 
 
+def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
+    from .engine_builder import WorkerSettings
+
+    return WorkerSettings(
+        check_collect=options.check_collect,
+        block_timeout_s=options.block_timeout,
+        blocks=options.blocks,
+        block_step_s=options.block_step_ms / 1000,
+        blob_threshold=options.blob_threshold,
+        kept_bytes=options.kept_kv_bytes,
+        worker_patience_s=options.worker_patience,
+        permit_key=options.permit_key,
+        code_imports=sorted(limited_imports(options)),
+        adapters=options.adapters,
+    )
+
+
 def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
     from vllm.envs import enable_envs_cache
     from vllm.platforms import current_platform
@@ -310,9 +331,9 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     from tracewire_engine.link.liveness import HeartbeatReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
-    from .adapter_group import AdapterGroup, besides, front_ends, share
+    from .adapter_group import AdapterGroup, front_ends
     from .cpu_affinity import keep_off_workers
-    from .engine_builder import WorkerSettings, build_engine, describe
+    from .engine_builder import build_engine, describe
 
     # The workers of a cluster that this engine did not start may be on any machine.
     host = None if cluster is None or cluster.own else options.link_host or cluster.node
@@ -322,25 +343,11 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
         # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
-        with front_ends(link.address, options.adapters):
+        others = AdapterGroup()
+        settings = _worker_settings(options)
+        with front_ends(link.address, options.adapters, partial(others.start, link.address, options)):
             model = build_engine(
-                vllm_arguments,
-                pulse.address,
-                options.tap,
-                WorkerSettings(
-                    check_collect=options.check_collect,
-                    block_timeout_s=options.block_timeout,
-                    blocks=options.blocks,
-                    block_step_s=options.block_step_ms / 1000,
-                    blob_threshold=options.blob_threshold,
-                    kept_bytes=options.kept_kv_bytes,
-                    worker_patience_s=options.worker_patience,
-                    permit_key=options.permit_key,
-                    code_imports=sorted(limited_imports(options)),
-                    adapters=options.adapters,
-                ),
-                loras=dict(options.lora),
-                cluster=cluster,
+                *(vllm_arguments, pulse.address, options.tap, settings), loras=dict(options.lora), cluster=cluster
             )
         options.loaded()
         pulse.on_loss(partial(_give_up, model))
@@ -349,16 +356,11 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
                 logger.info("the engine's processes other than the workers run on cores %s", sorted(rest))
             # vLLM reads its environment variables with every output; the cache makes that cheap.
             enable_envs_cache()
-            info = describe(model, options.name, options.capacity, options.queue_limit)
-            group = AdapterGroup()
-            group.start(besides(model, link.address, info, options))
+            info = others.loaded(model, describe(model, options.name, options.capacity, options.queue_limit))
             settle_memory()
-            info = share(info, 0, options.adapters)
-            try:
-                return anyio.run(partial(_run, model, link, blobs, info, options, group), backend_options=LOOP)
-            finally:
-                group.end()
+            return anyio.run(partial(_run, model, link, blobs, info, options, others), backend_options=LOOP)
         finally:
+            others.end()
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
             # At the interpreter's end, Triton's bindings report frozen objects as leaked.

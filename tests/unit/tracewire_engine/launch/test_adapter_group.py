@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.adapter_processes import asks_to_drain, dies, serves
 from tests.support.bus_engine import engine_info
-from tracewire_engine.launch.adapter_group import AdapterGroup, core_sockets, follow, front_ends, share
+from tracewire_engine.launch.adapter_group import AdapterGroup, core_sockets, default_count, follow, front_ends, share
 
 LINK = "ipc:///run/x/link"
 
@@ -123,6 +124,34 @@ def test_adapters_share_the_capacity_and_each_has_a_name() -> None:
     assert [share(info, number, 3).capacity for number in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("cores", "gpu", "ray", "images", "count"),
+    [
+        (12, True, False, False, 3),
+        (11, True, False, False, 1),
+        (64, False, False, False, 1),
+        (64, True, True, False, 1),
+        (64, True, False, True, 1),
+    ],
+)
+def test_several_adapters_are_the_default_where_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gpu: bool, ray: bool, images: bool, count: int
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: not gpu)
+    arguments = SimpleNamespace(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        distributed_executor_backend="ray" if ray else None,
+        create_model_config=lambda: SimpleNamespace(is_multimodal_model=images),
+    )
+    assert default_count(arguments) == count
+    arguments.tensor_parallel_size = cores
+    assert default_count(arguments) == 1
+
+
 def test_vllm_starts_its_core_for_all_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     # Imported here: the processes of the other tests import this module.
     from vllm.v1.engine import core_client
@@ -132,9 +161,11 @@ def test_vllm_starts_its_core_for_all_front_ends(monkeypatch: pytest.MonkeyPatch
     original: Any = core_client.launch_core_engines
     for count in (1, 3):
         addresses = SimpleNamespace(inputs=["in"], outputs=["out"])
-        with front_ends(LINK, count):
+        configurations: list[Any] = []
+        with front_ends(LINK, count, configurations.append):
             launch: Any = core_client.launch_core_engines
-            launch(None, None, False, addresses)
+            launch("config", None, False, addresses)
+        assert configurations == ["config"] * (count > 1)
         assert core_client.launch_core_engines is original
         pairs = [core_sockets(LINK, number) for number in range(1, count)]
         assert found.pop().inputs == ["in", *(taken for taken, _ in pairs)]
