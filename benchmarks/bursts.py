@@ -43,7 +43,7 @@ from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.engine_api import Prepared
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import _NO_DELTAS
-from tracewire_engine.launch.cli import LOOP, settle_memory
+from tracewire_engine.launch.adapter_process import LOOP, settle_memory
 from tracewire_engine.protocol.messages import FinishRecord, Report
 
 MODEL, HIDDEN, LAYERS = "bursts", 2048, 32

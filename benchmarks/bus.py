@@ -56,7 +56,7 @@ from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.adapter.trace_spans import TraceSpans
-from tracewire_engine.launch.cli import LOOP, settle_memory
+from tracewire_engine.launch.adapter_process import LOOP, settle_memory
 from tracewire_engine.link.step_link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]

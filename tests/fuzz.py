@@ -57,7 +57,7 @@ from tracewire_bus.wire.packing import pack, wire
 from tracewire_bus.wire.refs import VECTOR, ArrayRef, encode_ref
 from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
-from tracewire_engine.launch.cli import settle_memory
+from tracewire_engine.launch.adapter_process import settle_memory
 
 __all__ = ["Mutator", "main", "run"]
 

@@ -16,7 +16,6 @@ import logging
 import math
 import multiprocessing
 import os
-import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,8 +29,6 @@ import msgspec
 
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.adapter.service import Adapter
-
-from .parent_death import die_with_parent
 
 __all__ = [
     "DRAINING",
@@ -159,8 +156,9 @@ _OWN: Final = frozenset(("loaded", "exporter", "listener", "openai_arguments"))
 
 @dataclass
 class AdapterGroup:
-    """The adapters beside adapter 0, as adapter 0 holds them."""
+    """The adapters beside adapter 0, as adapter 0 holds them. Each is a process that runs `main`."""
 
+    main: Callable[[Beside, Connection, int], None]
     processes: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
     serving: list[anyio.Event] = field(default_factory=list)
@@ -181,7 +179,7 @@ class AdapterGroup:
         for number in range(1, options.adapters):
             ours, theirs = context.Pipe()
             beside = Beside(number, options.adapters, link, vllm_config, kept)
-            process = context.Process(target=_main, args=(beside, theirs, os.getpid()), name=f"adapter {number}")
+            process = context.Process(target=self.main, args=(beside, theirs, os.getpid()), name=f"adapter {number}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -267,14 +265,3 @@ async def follow(adapter: Adapter, pipe: Connection) -> None:
             adapter.drain()
         else:
             adapter.stop()
-
-
-def _main(beside: Beside, pipe: Connection, parent: int) -> None:
-    """The process of an adapter beside adapter 0."""
-    die_with_parent(parent)
-    # Adapter 0 gets the signals of the terminal and of the supervisor.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    from .beside import serve
-
-    serve(beside, pipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,20 +19,31 @@ from tracewire_engine.link.blob_receiver import BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 
 from .adapter_group import DRAINING, SERVING, Beside, Loaded, Model, core_sockets, follow
-from .cli import LOOP, adapter_settings, open_bus, settle_memory, spans_of
+from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, settle_memory, spans_of
+from .parent_death import die_with_parent
+from .secret import with_secrets
 
-__all__ = ["serve"]
+__all__ = ["main"]
 
 logger = logging.getLogger("tracewire")
 
 
-def serve(beside: Beside, pipe: Connection) -> None:
-    """Serve until adapter 0 says to stop, or the engine is lost."""
+def main(beside: Beside, pipe: Connection, parent: int) -> None:
+    """Serve until adapter 0, which is the process `parent`, says to stop, or the engine is lost."""
+    die_with_parent(parent)
+    # Adapter 0 gets the signals of the terminal and of the supervisor.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    options = beside.options
+    configure_logging(options.log_format)
+    with with_secrets(options.secrets):
+        # Before vLLM changes the environment, and for the credentials of an archive.
+        check_bulk(options)
+        options.exporter = exporter_of(options)
     from vllm.envs import enable_envs_cache
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    configure_logging(beside.options.log_format)
     with (
         LinkReceiver(beside=beside.link, adapter=beside.number) as link,
         BlobReceiver(link.address) as blobs,

@@ -12,7 +12,6 @@ Exit statuses: 0 after a drain, 2 if the command refuses its settings. If the en
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import math
@@ -23,7 +22,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_bytes as new_secret
 from types import MappingProxyType
@@ -37,8 +35,9 @@ from tracewire_bus.logs import configure_logging
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
+from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, settle_memory, spans_of
 from .chat_options import add_chat_options, chat_options, server_options
-from .code_options import check_code, code_policy, limited_imports
+from .code_options import check_code, limited_imports
 from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
@@ -47,33 +46,22 @@ from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
-
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
-    from tracewire_engine.adapter.bulk_writer import BulkSettings
     from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
-    from tracewire_engine.adapter.settings import Settings
-    from tracewire_engine.adapter.trace_spans import TraceSpans
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
     from .adapter_group import AdapterGroup
     from .engine_builder import WorkerSettings
 
-__all__ = ["LOOP", "adapter_settings", "demo_model", "main", "open_bus", "settle_memory", "spans_of"]
+__all__ = ["demo_model", "main"]
 
 logger = logging.getLogger("tracewire")
 
 #: How long an adapter may take to exit, in seconds, in addition to draining. Then the supervisor kills it.
 _GRACE_S = 30.0
-
-#: How often a loaded engine tries to reach a Redis that does not answer, in seconds.
-_REDIS_S = 1.0
-
-#: anyio's options for the adapter's event loop: uvloop if it is installed, which vLLM's server requires.
-LOOP = {"use_uvloop": find_spec("uvloop") is not None}
 
 
 def demo_model() -> Path:
@@ -145,8 +133,8 @@ def _adapter(
         options.permit_key = new_secret(32)
         with with_secrets(secrets):
             # An archive's credentials, and the headers of a collector of spans.
-            _check_bulk(options)
-            options.exporter = _exporter(options)
+            check_bulk(options)
+            options.exporter = exporter_of(options)
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
@@ -255,44 +243,6 @@ def _listener(options: argparse.Namespace, secrets: Mapping[str, str]) -> socket
         raise ValueError(f"--openai: {error}") from error
 
 
-def _check_bulk(options: argparse.Namespace) -> None:
-    """Check, before the model is loaded, that bulk can be kept where the options say.
-
-    Raises:
-        ValueError: it cannot be.
-    """
-    settings = _bulk(options)
-    if settings is None:
-        if options.bulk_listen or options.bulk_advertise or options.bulk_archive:
-            raise ValueError("--bulk-listen, --bulk-advertise and --bulk-archive need --bulk")
-        return
-    if options.bulk_advertise and not options.bulk_listen:
-        raise ValueError("--bulk-advertise needs --bulk-listen")
-    if settings.listen.startswith(("0.0.0.0:", "[::]:")) and not settings.advertise:
-        needs = "--bulk-advertise: the name or address at which other hosts reach this one"
-        raise ValueError(f"--bulk-listen {settings.listen} needs {needs}")
-    from tracewire_engine.adapter.bulk_writer import check_archive, check_folder
-
-    check_folder(settings.folder)
-    if settings.archive:
-        check_archive(settings.archive)
-
-
-def _exporter(options: argparse.Namespace) -> SpanExporter | None:
-    """The exporter of OpenTelemetry spans; `None` without `--tracing`. Made before vLLM changes the environment.
-
-    Raises:
-        ValueError: the extra `tracing` is not installed, or an environment variable of OpenTelemetry is malformed.
-    """
-    if not options.tracing:
-        return None
-    try:
-        from tracewire_bus.span_export import otlp_exporter
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--tracing needs {error.name}: pip install 'tracewire[tracing]'") from error
-    return otlp_exporter()
-
-
 async def _check_redis(url: str, prefix: str, counts_bytes: bool) -> None:
     from tracewire_bus.bus import Bus
 
@@ -331,6 +281,7 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
     from tracewire_engine.link.liveness import HeartbeatReceiver
     from tracewire_engine.link.step_link import LinkReceiver
 
+    from . import beside
     from .adapter_group import AdapterGroup, front_ends
     from .cpu_affinity import keep_off_workers
     from .engine_builder import build_engine, describe
@@ -343,7 +294,7 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
         # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
-        others = AdapterGroup()
+        others = AdapterGroup(beside.main)
         settings = _worker_settings(options)
         with front_ends(link.address, options.adapters, partial(others.start, link.address, options)):
             model = build_engine(
@@ -365,27 +316,6 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
             model.vllm_entrypoint = None
             # At the interpreter's end, Triton's bindings report frozen objects as leaked.
             gc.unfreeze()
-
-
-#: Parameters of glibc's `mallopt`, and their values in bytes: how much free memory at the heap's end may stay, and from
-#: which size on a block is a mapping of its own.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
-
-
-def settle_memory() -> None:
-    """Set up this process's memory so that it delays traces as little as possible."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        # Each flush frees what the next one needs again. The kernel takes microseconds to hand out a page.
-        mallopt(*_TRIM_THRESHOLD)
-        mallopt(*_MMAP_THRESHOLD)
-    # All objects that exist by now stay. Without this, every full collection would walk them while all traces wait.
-    gc.collect()
-    gc.freeze()
-    # Traces leave little garbage, and with the default thresholds collections took a tenth of the adapter's time. With
-    # these, a collection of the second generation looks at 40,000 objects at most, which takes 20 ms on a slow core.
-    gc.set_threshold(10_000, 3, 20)
-    gc.enable()
 
 
 def _give_up(model: ServedModel, why: str) -> None:
@@ -452,57 +382,10 @@ async def _run(
     return 1 if adapter.lost else 0
 
 
-def spans_of(options: argparse.Namespace, info: EngineInfo, held: AsyncExitStack) -> TraceSpans | None:
-    """Makes the traces' OpenTelemetry spans, and exports them until `held` is closed; `None` without `--tracing`."""
-    if not options.tracing:
-        return None
-    from tracewire_bus.span_export import SCOPE, exporting, otlp_exporter
-    from tracewire_engine.adapter.trace_spans import TraceSpans
-
-    exporter = getattr(options, "exporter", None) or otlp_exporter()
-    provider = held.enter_context(exporting(exporter, "tracewire-engine", info.engine, info.versions.tracewire))
-    return TraceSpans(provider.get_tracer(SCOPE, info.versions.tracewire))
-
-
-def adapter_settings(options: argparse.Namespace, number: int, count: int, spans: TraceSpans | None) -> Settings:
-    """The settings of one of the `count` adapters of an engine."""
-    from tracewire_engine.adapter.settings import Settings
-
-    return Settings(
-        adapter=number,
-        spans=spans,
-        drain_s=options.drain,
-        blob_threshold=options.blob_threshold,
-        bulk=_bulk(options, number, count),
-        buffer_bytes=max(1, options.buffer_bytes // count),
-        memory_patience_s=options.memory_patience,
-        retain_events=options.retain_events,
-        retain_bytes=options.retain_bytes,
-        retain_traces=options.retain_traces,
-        retain_total_bytes=options.retain_total_bytes,
-        engine_patience_s=options.engine_patience,
-        limits=parse_limits(options.limit),
-        code=code_policy(options),
-    )
-
-
 def _say(code: CodePolicy) -> None:
     """Log whose blocks the engine runs."""
     level = logging.WARNING if code.code == "any" else logging.INFO
     logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
-
-
-def _bulk(options: argparse.Namespace, number: int = 0, count: int = 1) -> BulkSettings | None:
-    """The settings of the bulk stores of an adapter by the options; `None` without such stores."""
-    if options.bulk is None:
-        return None
-    from tracewire_engine.adapter.bulk_writer import BulkSettings
-
-    most, listen, advertise = options.bulk_bytes // count, options.bulk_listen or "", options.bulk_advertise
-    if listen:
-        host, _, port = listen.rpartition(":")
-        listen = f"{host}:{int(port) + number if int(port) else 0}"
-    return BulkSettings(options.bulk.absolute(), options.bulk_threshold, most, listen, advertise, options.bulk_archive)
 
 
 async def _http_api(
@@ -556,28 +439,6 @@ async def _print_when(event: anyio.Event, line: str) -> None:
     """When an event is set, print a line, which the operator and the supervisor read."""
     await event.wait()
     print(line, flush=True)
-
-
-async def open_bus(bus: Bus, held: AsyncExitStack) -> bool:
-    """Open the bus, and close it with `held`. If Redis does not answer, wait a moment.
-
-    Returns:
-        Whether the bus is open. If not, the caller tries again, since the model is loaded by then.
-
-    Raises:
-        BusError: this Redis cannot be used.
-    """
-    try:
-        await held.enter_async_context(bus)
-    except BusUnavailable as error:
-        logger.warning("this engine cannot serve yet, and waits for Redis: %s", error)
-        await anyio.sleep(_REDIS_S)
-        return False
-    try:
-        await bus.memory.refuse_eviction()
-    except BusUnavailable as error:
-        logger.warning("%s", error)
-    return True
 
 
 async def _untapped(engine: VllmEngine) -> str:

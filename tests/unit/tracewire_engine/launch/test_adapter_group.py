@@ -40,7 +40,7 @@ class Adapter:
 
 def group_of(*mains: Callable[[Connection], None]) -> AdapterGroup:
     context = multiprocessing.get_context("spawn")
-    group = AdapterGroup()
+    group = AdapterGroup(lambda *_: None)
     for main in mains:
         ours, theirs = context.Pipe()
         process = context.Process(target=main, args=(theirs,))
