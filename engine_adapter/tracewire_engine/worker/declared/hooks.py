@@ -101,7 +101,9 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
-        if provider in self.taps and current_capture() is not None and self.whole:
+        if self.whole and provider in self.taps:
+            # Marks the capture, if it is one of vLLM's breakable ones.
+            current_capture()
             assert self.declared.buffers is not None
             self.declared.buffers.launch(provider, value)
             return value
