@@ -117,7 +117,9 @@ class RunnerParts:
         self.tracewire_preempted: PreemptedKVCache | None = None
         self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
-        self.tracewire_hosts = self.nnsight_model.interleaver.hosts = self.tracewire_requests.hosts = hosted_blocks(self)
+        self.tracewire_hosts = self.nnsight_model.interleaver.hosts = self.tracewire_requests.hosts = hosted_blocks(
+            self
+        )
 
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
         """Make nnsight's envoys of vLLM's module, and the interleaver that serves them."""

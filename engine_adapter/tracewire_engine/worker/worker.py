@@ -28,8 +28,9 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker
 
-#: vLLM's classes of its first model runner.
+#: vLLM's classes of its first model runner, and those of its second.
 _FIRST = {"vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.cpu_model_runner.CPUModelRunner"}
+_SECOND = {"vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.cpu.model_runner.CPUModelRunner"}
 
 
 def tracing(kind: type) -> type[TracewireRunner]:
@@ -39,14 +40,16 @@ def tracing(kind: type) -> type[TracewireRunner]:
         NotImplementedError: blocks cannot run on a runner of this class, such as another platform's.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name not in _FIRST:
+    # Each module is imported only where it is used: it imports its runner, which another version of vLLM may not have.
+    if name in _FIRST:
+        from .first_runner import FirstRunner as Runner
+    elif name in _SECOND:
+        from .second_runner import SecondRunner as Runner
+    else:
         raise NotImplementedError(
-            f"Tracewire runs blocks on vLLM's {', '.join(sorted(_FIRST))}, but this worker built {name}"
+            f"Tracewire runs blocks on vLLM's {', '.join(sorted(_FIRST | _SECOND))}, but this worker built {name}"
         )
-    # Imported only where it is used: it imports its runner, which another version of vLLM may not have.
-    from .first_runner import FirstRunner
-
-    made: type[TracewireRunner] = type("Runner", (FirstRunner, kind), {})
+    made: type[TracewireRunner] = type("Runner", (Runner, kind), {})
     return made
 
 
