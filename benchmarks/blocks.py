@@ -201,7 +201,7 @@ def main() -> None:
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
     runner: Any = _Runner(options.hidden)
-    with mock.patch("tracewire_engine.worker.runner.cached_tokenizer_from_config", return_value=None):
+    with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     block = last(layers=[LAYER]).block()
     # As the worker does.

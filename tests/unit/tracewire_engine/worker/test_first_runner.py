@@ -21,7 +21,7 @@ def runner() -> Any:
 
     _set_torch_accelerator_to_noop()
     made: Any = _Runner(8)
-    with mock.patch("tracewire_engine.worker.runner.cached_tokenizer_from_config", return_value=None):
+    with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         made.load_model()
     made.tracewire_reporter.link = _Link()
     return made
