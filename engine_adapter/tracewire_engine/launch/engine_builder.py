@@ -55,7 +55,15 @@ from tracewire_engine.protocol.keys import (
 
 from .parent_death import ADAPTER_PID
 
-__all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
+__all__ = [
+    "EngineModel",
+    "UnsupportedSetting",
+    "build_engine",
+    "choose_runner",
+    "describe",
+    "refuse_unsupported",
+    "versions",
+]
 
 logger = logging.getLogger("tracewire")
 
@@ -123,6 +131,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             "VLLM_WORKER_MULTIPROC_METHOD=fork would give the workers, which run blocks, a copy of the adapter's "
             "memory with the Redis URL; unset it"
         )
+    second = os.environ.get(_SECOND_RUNNER) == "1"
     refused = [
         (
             # `secret.py` takes the value out of the command line. This one came by an abbreviation or an options file.
@@ -132,8 +141,8 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         ),
         (
             "--speculative-config",
-            bool(getattr(arguments, "speculative_config", None)),
-            "a step would sample several tokens, and a save could not be assigned to one of them",
+            bool(getattr(arguments, "speculative_config", None)) and not second,
+            "vLLM's first model runner would sample several tokens of a trace in one step; use --model-runner second",
         ),
         (
             "--data-parallel-size",

@@ -101,12 +101,13 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
-        if self.whole and provider in self.taps:
-            # Marks the capture, if it is one of vLLM's breakable ones.
+        if provider in self.taps:
+            # Marks the capture under way, if it is one of vLLM's breakable ones.
             current_capture()
-            assert self.declared.buffers is not None
-            self.declared.buffers.launch(provider, value)
-            return value
+            if self.whole:
+                assert self.declared.buffers is not None
+                self.declared.buffers.launch(provider, value)
+                return value
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 
