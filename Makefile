@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help setup demo test test-full test-engineless lint format bench faults mutants docs docs-serve wheel locks clean distclean
+.PHONY: help setup demo test test-full test-engineless test-versions lint format bench faults mutants docs docs-serve wheel locks clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -81,6 +81,9 @@ faults: $(READY)  ## break things under load and check that nothing is lost; JSO
 
 mutants: $(READY)  ## break one line after the other and see a test fail for each; JSON=1 ends with one JSON object
 	@$(BIN)/python -m tests.mutants $(if $(JSON),--json) $(ARGS)
+
+test-versions: $(READY)  ## chosen tests on each version of vLLM for CPUs; ARGS="--only 0.30.0" for one
+	@$(BIN)/python -m tests.versions $(ARGS)
 
 docs: $(READY)  ## build the documentation site into site/; a broken link is an error
 	@$(MKDOCS) build --strict $(ARGS)

@@ -38,7 +38,7 @@ from benchmarks.processes import at_least, show
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.keys import BLOCK_ARG, BLOCK_TIMEOUT
 from tracewire_engine.protocol.messages import Report
-from tracewire_engine.worker.runner import TracewireRunner
+from tracewire_engine.worker.first_runner import FirstRunner
 
 LAYER, LAYERS = 2, 4
 TAP = f"model.model.layers.{LAYER}.output"
@@ -90,7 +90,9 @@ class _PlatformRunner(GPUModelRunner):
         self.input_batch = SimpleNamespace(req_ids=[])
         self.execute_model_state: Any = None
         self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS))
-        self.vllm_config = SimpleNamespace(additional_config={BLOCK_TIMEOUT: 10.0})
+        self.vllm_config = SimpleNamespace(
+            additional_config={BLOCK_TIMEOUT: 10.0}, parallel_config=SimpleNamespace(pipeline_parallel_size=1)
+        )
         self.times = _Times()
         self.hidden = hidden
 
@@ -131,7 +133,7 @@ class _PlatformRunner(GPUModelRunner):
         self.execute_model_state = None
 
 
-class _Runner(TracewireRunner, _PlatformRunner):
+class _Runner(FirstRunner, _PlatformRunner):
     """Tracewire's runner over the one above."""
 
 
@@ -199,7 +201,7 @@ def main() -> None:
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
     runner: Any = _Runner(options.hidden)
-    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
+    with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     block = last(layers=[LAYER]).block()
     # As the worker does.

@@ -9,7 +9,6 @@ Several ways to run the same requests take turns, each engine in processes of it
   `--first-runner`, at its defaults but for the model runner, which is the one that nnsight and Tracewire build on;
 - *final only*: nnsight's own async engine, as published, whose saves come with the finished output;
 - *RPC per output*: the same, with a collect RPC on every output, as nnsight's async design first did it;
-- with `--our-worker`, both on Tracewire's worker as well, which runs the same blocks faster (`..._our_worker`);
 - *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
   process; *declared*: the same values read by declared interventions, likewise; *steered*: a projection of each layer
   saved and a vector added to it, likewise; and *bystander*: requests with neither, likewise;
@@ -301,12 +300,11 @@ async def one_round(
     """
     ways: list[tuple[str, Any]] = []
     for name, role in roles.items():
-        if name not in ("nnsight", "our_worker"):
+        if name != "nnsight":
             ways.append((name, role.run))
             continue
-        suffix = "" if name == "nnsight" else "_our_worker"
-        ways.append((f"final_only{suffix}", role.run))
-        ways.append((f"rpc_per_output{suffix}", lambda work, role=role: role.run({**work, "each": True})))
+        ways.append(("final_only", role.run))
+        ways.append(("rpc_per_output", lambda work, role=role: role.run({**work, "each": True})))
     wanted = workload["concurrency"] * workload["tokens"]
     for name, run in ways:
         await anyio.sleep(settle_s)
@@ -363,8 +361,6 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         wanted.append(("own", "own", {}))
     if not options.only_plain:
         wanted.append(("nnsight", "nnsight", {}))
-    if options.our_worker:
-        wanted.append(("our_worker", "our_worker", {}))
     engines: list[subprocess.Popen[str]] = []
     one_by_one = anyio.CapacityLimiter(len(wanted) + 1 if options.at_once else 1)
     async with EmbeddedServer.start() as server:
@@ -458,7 +454,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         },
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
-    for other in ("final_only", "rpc_per_output", "final_only_our_worker", "rpc_per_output_our_worker"):
+    for other in ("final_only", "rpc_per_output"):
         if other in speed:
             figures[f"ratio_to_{other}"] = round(speed["tracewire"] / speed[other], 3)
     return figures
@@ -493,7 +489,6 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")
     parser.add_argument("--only-plain", action="store_true", help="leave nnsight's own ways out")
-    parser.add_argument("--our-worker", action="store_true", help="nnsight's ways on Tracewire's worker, besides")
     parser.add_argument("--anywhere", action="store_true", help="Redis and the subscriber on any core")
     parser.add_argument(
         "--at-once", action="store_true", help="start all engines together, on a host with cores enough"

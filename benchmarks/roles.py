@@ -212,14 +212,6 @@ def nnsight(options: dict[str, Any]) -> None:
     _serve_nnsight(Model(options["model"], mode="async", dispatch=True, taps=options["taps"], **options["engine"]))
 
 
-def our_worker(options: dict[str, Any]) -> None:
-    """nnsight's async backend on Tracewire's worker, which reports nothing here. It is faster than nnsight's own."""
-    import tracewire_engine  # noqa: F401
-    from tracewire_engine.launch.engine_builder import build_engine
-
-    _serve_nnsight(build_engine(engine_arguments(options), "", options["taps"]))
-
-
 def own(options: dict[str, Any]) -> None:
     """Tracewire's engine without the bus: what requests pay that have nothing to do with it."""
     from vllm.platforms import current_platform
@@ -256,5 +248,5 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # nnsight's, which the plain role takes back.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    roles = {"plain": plain, "nnsight": nnsight, "our_worker": our_worker, "own": own, "subscriber": subscriber}
+    roles = {"plain": plain, "nnsight": nnsight, "own": own, "subscriber": subscriber}
     roles[sys.argv[1]](json.loads(sys.argv[2]))

@@ -1,7 +1,7 @@
 """What only a GPU shows: taps in CUDA graphs, and what KV that is not finite does to later requests.
 
     python -m tests.gpu_taps --model FOLDER [--layer 3] [--backend FLASH_ATTN --backend TRITON_ATTN ...] [--eager]
-        [--only-taps]
+        [--only-taps] [--model-runner second]
 
 Starts one engine after the other, with dummy weights, and prints one JSON object:
 
@@ -214,6 +214,7 @@ async def harmed(options: Any, backend: str) -> dict[str, Any]:
 def engine_options(options: Any) -> dict[str, Any]:
     """vLLM's options of all engines."""
     found: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.5}
+    found["model_runner"] = options.model_runner
     if options.dummy:
         found |= {"load_format": "dummy"}
     return found
@@ -239,6 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
+    parser.add_argument("--model-runner", choices=("first", "second"), default="first", help="of vLLM's")
     parser.add_argument("--backend", action="append", help="an attention backend of vLLM's; again for another")
     parser.add_argument("--only-taps", action="store_true", help="leave infinite activations out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: as on a CPU")

@@ -324,9 +324,8 @@ def test_blobs(options: tuple[str, ...]) -> None:
 @pytest.mark.full
 def test_overhead() -> None:
     sizes = ("--concurrency", "2", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
-    found = figures("overhead", *sizes, "--no-default", "--our-worker")
+    found = figures("overhead", *sizes, "--no-default")
     ways = {"plain_eager", "own", "final_only", "rpc_per_output", "tracewire", "declared", "steered", "bystander"}
-    ways |= {"final_only_our_worker", "rpc_per_output_our_worker"}
     above_zero(found, *ways, "plain", "raw_bytes_a_token")
     assert found["ratios_to_plain"].keys() == ways
     above_zero(found, "ratios_to_plain", *(name for name in found if name.startswith("ratio_to_")))

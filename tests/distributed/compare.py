@@ -2,9 +2,10 @@
 
     python -m tests.distributed.compare --layout one --layout tp2 --layout pp2 --layout tp2-ray -- --enforce-eager
 
-With `--at-once` they run beside each other, on a host with GPUs and cores enough (`-- --gpu-memory-utilization 0.1
---kv-cache-memory-bytes 1073741824`). What stands behind `--` is given to each engine. The last line says for each
-layout which scenarios came out as on the first, values to `--tolerance` of the largest, and where the others differ.
+`tapped` and `second-tapped` replay CUDA graphs with taps; an engine without taps is eager. With `--at-once` the engines
+run beside each other, on a host with GPUs and cores enough (`-- --gpu-memory-utilization 0.1 --kv-cache-memory-bytes
+1073741824`). What stands behind `--` is given to each engine. The last line says for each layout which scenarios came
+out as on the first, values to `--tolerance` of the largest, and where the others differ.
 """
 
 from __future__ import annotations
@@ -23,12 +24,38 @@ import anyio.to_thread
 from tests.support.parallel.layouts import served
 from tests.support.parallel.scenarios import SCENARIOS, same
 
+#: All locations that the scenarios' blocks ask for, but those of `UNTAPPED`.
+TAPPED = [
+    option
+    for place in (
+        "model.embed_tokens.input",
+        "model.embed_tokens.output",
+        "model.layers.*.self_attn.qkv_proj.output",
+        "model.layers.*.self_attn.o_proj.input",
+        "model.layers.*.mlp.gate_up_proj.output",
+        "model.layers.*.mlp.down_proj.input",
+        "model.layers.*.mlp.output",
+        "model.layers.*.output",
+        "model.norm.output",
+    )
+    for option in ("--tap", place)
+]
+
+#: The scenario that CUDA graphs cannot serve: a module is not skipped at a tap.
+UNTAPPED = "skipped_layers"
+
 LAYOUTS: dict[str, list[str]] = {
     "one": [],
     "tp2": ["--tensor-parallel-size", "2"],
     "pp2": ["--pipeline-parallel-size", "2"],
     "tp2-pp2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
     "tp2-ray": ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"],
+    "second": ["--model-runner", "second"],
+    "second-tp2": ["--model-runner", "second", "--tensor-parallel-size", "2"],
+    "second-pp2": ["--model-runner", "second", "--pipeline-parallel-size", "2"],
+    "tapped": TAPPED,
+    "second-tapped": ["--model-runner", "second", *TAPPED],
+    "second-tapped-tp2": ["--model-runner", "second", "--tensor-parallel-size", "2", *TAPPED],
     "pp2-ray": ["--pipeline-parallel-size", "2", "--distributed-executor-backend", "ray"],
 }
 
@@ -52,7 +79,8 @@ async def run(layout: str, options: list[str], names: list[str], folder: Path) -
 
 async def compare(options: argparse.Namespace) -> dict[str, Any]:
     """By layout, how many scenarios came out as on the first layout, and where the others differ."""
-    names = options.scenario or list(SCENARIOS)
+    tapped = any("tapped" in layout for layout in options.layout)
+    names = options.scenario or [name for name in SCENARIOS if not (tapped and name == UNTAPPED)]
     found: dict[str, dict[str, Any]] = {}
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

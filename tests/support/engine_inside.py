@@ -14,6 +14,7 @@ import anyio
 
 from tests.support import engine_process
 from tests.support.engine_process import check_expected
+from tests.support.runners import RUNNER
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
@@ -29,7 +30,7 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     """
     check_expected()
     before = dict(os.environ)
-    os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
+    os.environ.update(VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from tracewire_engine.adapter.service import Adapter, Settings
@@ -49,8 +50,10 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
 
     options.setdefault("kv_cache_memory_bytes", 64 << 20)
     taps = options.pop("taps", ())
-    settings = {"check_collect": True}
-    settings |= {key: options.pop(key) for key in ("kept_bytes", "check_collect", "blocks") if key in options}
+    settings = {"check_collect": True, "model_runner": os.environ.get(RUNNER) or "first"}
+    settings |= {
+        key: options.pop(key) for key in ("kept_bytes", "check_collect", "model_runner", "blocks") if key in options
+    }
     if engine_process.blocks_run != "inline" and not options.keys() & {
         "tensor_parallel_size",
         "pipeline_parallel_size",

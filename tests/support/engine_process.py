@@ -18,6 +18,7 @@ import pytest
 import tracewire
 from tests.support import ROOT
 from tests.support.blocks import tracing as blocks
+from tests.support.runners import runner_options
 
 __all__ = [
     "BLOB_THRESHOLD",
@@ -93,7 +94,17 @@ class EngineProcess:
         self.below: list[psutil.Process] = []
         self._errors = self.log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", url, *with_blocks(options)],
+            [
+                sys.executable,
+                "-m",
+                "tracewire.cli",
+                "engine",
+                "demo",
+                "--url",
+                url,
+                *runner_options(),
+                *with_blocks(options),
+            ],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},

@@ -1,4 +1,4 @@
-"""An engine and its adapter in one process, where vLLM itself can be asked what it holds, and nnsight run its own way.
+"""An engine and its adapter in one process, where vLLM itself can be asked what it holds; then nnsight's own engine.
 
 Prints one JSON object.
 
@@ -20,7 +20,7 @@ import anyio
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tests.support.cancelled import cancelled_among_many
-from tests.support.reference import both_ways
+from tests.support.reference import by_nnsight, by_tracewire
 from tracewire_bus.bus import Bus
 
 
@@ -35,7 +35,7 @@ async def run(model, link, blobs, info, options):
         async with anyio.create_task_group() as group:
             group.start_soon(adapter.run)
             if options.reference:
-                figures["reference"] = await both_ways(bus.url, engine, model)
+                figures["reference"] = {"tracewire": await by_tracewire(bus.url), "tracked": await engine.tracked()}
             if options.many:
                 figures["many"] = await cancelled_among_many(bus.url, engine, adapter, options.many)
             adapter.stop()
@@ -64,6 +64,17 @@ def main():
         model = build_engine(arguments, link.address, settings=WorkerSettings(blob_threshold=1024))
         try:
             figures = anyio.run(run, model, link, blobs, describe(model, "demo", places), options)
+        finally:
+            model.vllm_entrypoint.shutdown()
+            model.vllm_entrypoint = None
+    if options.reference:
+        from benchmarks.nnsight_cpu import CpuVLLM
+
+        model = CpuVLLM(
+            arguments.model, mode="async", dispatch=True, kv_cache_memory_bytes=arguments.kv_cache_memory_bytes
+        )
+        try:
+            figures["reference"]["nnsight"] = anyio.run(by_nnsight, model)
         finally:
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None

@@ -1,7 +1,8 @@
-"""The same blocks by nnsight's own way and through Tracewire, on one engine.
+"""The same blocks by nnsight's own way and through Tracewire.
 
-nnsight's way is its async backend: a `with model.trace(...)` block, pickled onto the request, whose saves come with the
-finished output. Tracewire's is the whole way over the bus. Requests run one at a time, so that the batch is the same.
+nnsight's way is its own engine with its async backend: a `with model.trace(...)` block, pickled onto the request, whose
+saves come with the finished output. Tracewire's is the whole way over the bus. Requests run one at a time, so that the
+batch is the same.
 """
 
 # mypy: ignore-errors
@@ -11,7 +12,7 @@ from __future__ import annotations
 import tracewire
 from tracewire_bus.wire.digests import digest
 
-__all__ = ["both_ways"]
+__all__ = ["by_nnsight", "by_tracewire"]
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 SAMPLING = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
@@ -96,10 +97,3 @@ async def by_tracewire(url):
                 "saves": {key: digest(value).hex() for key, value in sorted(result.saves.items())},
             }
     return results
-
-
-async def both_ways(url, engine, model):
-    """Run both on one engine."""
-    ours = await by_tracewire(url)
-    theirs = await by_nnsight(model)
-    return {"tracewire": ours, "nnsight": theirs, "tracked": await engine.tracked()}

@@ -8,8 +8,10 @@ and whose KV is in a block.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import SamplingParams
@@ -51,7 +53,9 @@ def configuration(*, chunked: bool = False, caching: bool = False, tokens: int =
     arguments = AsyncEngineArgs(
         model=str(MODEL), max_num_seqs=PLACES, max_model_len=LENGTH, max_num_batched_tokens=tokens, block_size=16
     )
-    config = arguments.create_engine_config()
+    # vLLM makes a configuration for its second runner only where Triton is; the scheduler asks for the runner later.
+    with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0"):
+        config = arguments.create_engine_config()
     config.scheduler_config.enable_chunked_prefill = chunked
     config.cache_config.enable_prefix_caching = caching
     config.cache_config.block_size = BLOCK
@@ -61,8 +65,10 @@ def configuration(*, chunked: bool = False, caching: bool = False, tokens: int =
 class Worker:
     """What vLLM's worker and ours keep of requests, and a model that is right only if that is."""
 
-    def __init__(self, traced: set[str]) -> None:
+    def __init__(self, traced: set[str], *, second: bool = False) -> None:
         self.traced = traced
+        #: Whether it stands for vLLM's second model runner.
+        self.second = second
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[int]] = {}
         #: By block, what is in each of its slots: whose edits, and the tokens that it was computed of.
@@ -73,6 +79,11 @@ class Worker:
         self.counts: dict[str, list[int]] = {}
         #: How many of its tokens each request found computed when it came.
         self.cached: dict[str, int] = {}
+
+    def _restore(self, name: str) -> None:
+        """Write what was kept of a preempted request to the blocks that it has now."""
+        for block, slots in zip(self.blocks[name], self.kept.pop(name, []), strict=False):
+            self.slots[block] = slots
 
     def execute(self, output: Any) -> Any:
         for name in output.finished_req_ids:
@@ -91,23 +102,28 @@ class Worker:
         before, self.batch = self.batch, set(scheduled)
         computed = {}
         for data in output.scheduled_new_reqs:
-            self.tokens[data.req_id] = list(data.prompt_token_ids)
+            computed[data.req_id] = data.num_computed_tokens
             self.blocks[data.req_id] = list(data.block_ids[0])
-            self.cached[data.req_id] = computed[data.req_id] = data.num_computed_tokens
+            if data.req_id in self.tokens:
+                # vLLM's second runner: a preempted request comes back as a new one, with all of its tokens.
+                assert list(data.prefill_token_ids) == self.tokens[data.req_id], "a token was still on its way"
+                self._restore(data.req_id)
+                continue
+            self.tokens[data.req_id] = list(data.prompt_token_ids)
+            self.cached[data.req_id] = data.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):
             computed[name] = cached.num_computed_tokens[place]
-            known, new = cached.all_token_ids.get(name), cached.new_block_ids[place]
+            new = cached.new_block_ids[place]
             if name in cached.resumed_req_ids:
                 assert name not in before
                 self.blocks[name] = []
-            if name not in before:
+            if name not in before and not self.second:
                 # As vLLM's worker does with async scheduling: it takes the tokens that it is told.
-                assert list(known) == self.tokens[name], "a token was still on its way"
+                assert list(cached.all_token_ids[name]) == self.tokens[name], "a token was still on its way"
             self.blocks[name].extend(new[0] if new else [])
             if name in cached.resumed_req_ids:
-                for block, slots in zip(self.blocks[name], self.kept.pop(name, []), strict=False):
-                    self.slots[block] = slots
+                self._restore(name)
         sampled = []
         for name, count in scheduled.items():
             tokens, blocks, first = self.tokens[name], self.blocks[name], computed[name]
@@ -154,7 +170,7 @@ class Core:
         )
         assert isinstance(self.scheduler, AsyncScheduler) == (depth > 1)
         self.traced: set[str] = set()
-        self.worker = Worker(self.traced)
+        self.worker = Worker(self.traced, second=config.use_v2_model_runner)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256) if config.cache_config.enable_prefix_caching else None
         self.queue: deque[Any] = deque()

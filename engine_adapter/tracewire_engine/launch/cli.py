@@ -110,7 +110,6 @@ def _adapter(
         loaded: is called when the model has loaded.
     """
     # vLLM reads these when it is first imported.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -211,8 +210,9 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from .engine_builder import refuse_unsupported
+    from .engine_builder import choose_runner, refuse_unsupported
 
+    choose_runner(options.model_runner)
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments)
     if not getattr(arguments, "allowed_media_domains", None):
@@ -267,6 +267,7 @@ def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
         blob_threshold=options.blob_threshold,
         kept_bytes=options.kept_kv_bytes,
         worker_patience_s=options.worker_patience,
+        model_runner=options.model_runner,
         permit_key=options.permit_key,
         code_imports=sorted(limited_imports(options)),
         adapters=options.adapters,

@@ -20,6 +20,7 @@ from tracewire_bus.domain.limit_table import parse_limits
 
 from .chat_options import add_chat_options
 from .options import add_options, redis_url
+from .vllm_versions import unknown_vllm
 
 __all__ = ["checked", "help_parser", "print_help", "vllm_options"]
 
@@ -103,6 +104,8 @@ def checked(arguments: Sequence[str], secrets: Mapping[str, str] = MappingProxyT
     add_chat_options(parser.add_argument_group("chats"))
     options, more = parser.parse_known_args([_dashed(argument) for argument in arguments])
     if refused := _unknown(more, parser):
+        parser.error(refused)
+    if not options.unknown_vllm and (refused := unknown_vllm()):
         parser.error(refused)
     if any(argument.partition("=")[0] == "--config" for argument in more):
         # vLLM's parser reads further options from that file.

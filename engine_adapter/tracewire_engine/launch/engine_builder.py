@@ -1,7 +1,7 @@
 """Builds vLLM's `AsyncLLM` with Tracewire's workers, and describes the engine for the registry.
 
 nnsight's `VLLM` model builds the engine in its async mode, with Tracewire's worker class in place of nnsight's. So
-nnsight itself sets up taps in CUDA graphs and chooses vLLM's first model runner. nnsight would turn chunked prefill and
+nnsight itself sets up taps in CUDA graphs. nnsight would turn chunked prefill and
 prefix caching off. Here both are as vLLM has them, since Tracewire's scheduler keeps traced requests out of both.
 """
 
@@ -55,12 +55,23 @@ from tracewire_engine.protocol.keys import (
 
 from .parent_death import ADAPTER_PID
 
-__all__ = ["EngineModel", "UnsupportedSetting", "build_engine", "describe", "refuse_unsupported", "versions"]
+__all__ = [
+    "EngineModel",
+    "UnsupportedSetting",
+    "build_engine",
+    "choose_runner",
+    "describe",
+    "refuse_unsupported",
+    "versions",
+]
 
 logger = logging.getLogger("tracewire")
 
 #: How many tokens `AsyncLLM` schedules for a step by default.
 _STEP_TOKENS = 2048
+
+#: vLLM's environment variable that selects its second model runner.
+_SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 #: The dotted path of the function that makes EngineCore's scheduler.
 SCHEDULER = "tracewire_engine.core.scheduler.pausing_scheduler"
@@ -77,6 +88,10 @@ class EngineModel(VLLM):
     #: The LoRA adapters that prompts can ask for.
     loras: Sequence[LoRARequest] = ()
 
+    @staticmethod
+    def _require_v1_model_runner() -> None:
+        """Do nothing: `choose_runner` has chosen. nnsight would require the first runner, its own needs that one."""
+
     def _load_meta(self, repo_id: str, **kwargs: Any) -> torch.nn.Module:
         # After loading, vLLM converts weights for the device's kernels. This tree has no weights to convert, and on a
         # CPU the conversion of a mixture's experts would fail.
@@ -85,21 +100,38 @@ class EngineModel(VLLM):
         return tree
 
 
+def choose_runner(name: str) -> None:
+    """Have vLLM use its `"first"` or its `"second"` model runner, in this process and those that it starts.
+
+    Raises:
+        UnsupportedSetting: the environment asks for the other one, or the second one cannot run here.
+    """
+    wanted = "1" if name == "second" else "0"
+    if os.environ.get(_SECOND_RUNNER, "") not in ("", wanted):
+        raise UnsupportedSetting(
+            f"{_SECOND_RUNNER}={os.environ[_SECOND_RUNNER]} contradicts --model-runner {name}; unset it"
+        )
+    if name == "second":
+        from vllm.triton_utils import HAS_TRITON
+
+        if not HAS_TRITON:
+            raise UnsupportedSetting("--model-runner second is not supported here: vLLM's second runner needs Triton")
+    os.environ[_SECOND_RUNNER] = wanted
+
+
+# whole: a table of settings
 def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
     """Refuse settings of vLLM under which Tracewire would not work correctly. Called before anything is started.
 
     Raises:
         UnsupportedSetting: names the first such setting.
     """
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "") not in ("", "0"):
-        raise UnsupportedSetting(
-            "VLLM_USE_V2_MODEL_RUNNER selects vLLM's V2 model runner, which nnsight does not instrument; unset it"
-        )
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn":
         raise UnsupportedSetting(
             "VLLM_WORKER_MULTIPROC_METHOD=fork would give the workers, which run blocks, a copy of the adapter's "
             "memory with the Redis URL; unset it"
         )
+    second = os.environ.get(_SECOND_RUNNER) == "1"
     refused = [
         (
             # `secret.py` takes the value out of the command line. This one came by an abbreviation or an options file.
@@ -109,13 +141,28 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         ),
         (
             "--speculative-config",
-            bool(getattr(arguments, "speculative_config", None)),
-            "a step would sample several tokens, and a save could not be assigned to one of them",
+            bool(getattr(arguments, "speculative_config", None)) and not second,
+            "vLLM's first model runner would sample several tokens of a trace in one step; use --model-runner second",
         ),
         (
             "--data-parallel-size",
             (getattr(arguments, "data_parallel_size", 1) or 1) > 1,
             "each replica would need a link of its own; start one engine for each replica instead",
+        ),
+        (
+            "--enable-batch-sharded-sampling",
+            bool(getattr(arguments, "enable_batch_sharded_sampling", False)),
+            "each rank would sample for other requests, and a block runs on all ranks",
+        ),
+        (
+            "--enable-dbo",
+            bool(getattr(arguments, "enable_dbo", False)),
+            "vLLM would compute a step in two halves, and a block must see its prompt whole",
+        ),
+        (
+            "--prefill-context-parallel-size",
+            (getattr(arguments, "prefill_context_parallel_size", 1) or 1) > 1,
+            "each rank would compute a part of a prompt, and a block must see it whole",
         ),
         (
             "--stream-interval",
@@ -159,6 +206,8 @@ class WorkerSettings:
     blob_threshold: int = 0
     #: How many bytes of KV cache of preempted traces each worker keeps in host memory; the rest is recomputed.
     kept_bytes: int = 8 << 30
+    #: Which of vLLM's model runners to use: "first" or "second".
+    model_runner: str = "first"
     #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
     worker_patience_s: float = 30.0
     #: The key of the adapter's permits for blocks; without one, the workers run every block that reaches them.
@@ -195,6 +244,7 @@ def build_engine(
         UnsupportedSetting: Tracewire does not support the model or a setting.
     """
     settings = settings or WorkerSettings()
+    choose_runner(settings.model_runner)
     refuse_unsupported(arguments)
     _prepare_process()
     options = _engine_options(arguments, settings, loras or {})
@@ -230,9 +280,7 @@ def _prepare_process() -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if current_platform.is_cpu():
         # nnsight empties the accelerator's cache when it makes its meta tree, which fails without an accelerator.
-        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
-
-        _set_torch_accelerator_to_noop()
+        torch.accelerator.empty_cache = lambda: None
         # The engine is eager, but vLLM compiles a helper for logprobs on first use. On a CPU all requests would wait
         # seconds for that.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

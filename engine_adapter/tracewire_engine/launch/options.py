@@ -137,6 +137,17 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="keep CUDA graphs, and serve these locations in them (repeatable), for example model.layers.*.output",
     )
     group.add_argument(
+        "--model-runner",
+        choices=("first", "second"),
+        default="first",
+        help="which of vLLM's model runners to use: its second one is its default for most models (default: first)",
+    )
+    group.add_argument(
+        "--unknown-vllm",
+        action="store_true",
+        help="start with a version of vLLM that this version of Tracewire has not been tested with",
+    )
+    group.add_argument(
         "--lora",
         action="append",
         type=name_and_folder,

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import difflib
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 from nnsight.intervention.envoy import Envoy
-from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Failure, Manifest
 from tracewire_engine.protocol.messages import FinishRecord
 from tracewire_engine.worker.blocks import save_marks, time_limit
-from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop
+from tracewire_engine.worker.blocks.failures import failure_of, is_stop
 from tracewire_engine.worker.blocks.mediator import RESULT, BlockMediator
 from tracewire_engine.worker.blocks.plain_values import plain, trim
+from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.shared_values import SharedRun
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 
 from .host_copy import HostCopy
 from .reporting import NO_DELTAS, StepReporter, encode
-from .requests import RequestProgress, TracedRequests, saves_of
+from .request_book import end_waiting
+from .requests import RequestProgress, TracedRequests
 from .save_tracker import Ending
 
 __all__ = ["RequestFinisher"]
@@ -41,12 +41,10 @@ class RequestFinisher:
         self,
         requests: TracedRequests,
         reporter: StepReporter,
-        interleaver: Any,
         collect: Callable[[Request], dict[str, Any]] | None = None,
     ) -> None:
         self._requests = requests
         self._reporter = reporter
-        self._interleaver = interleaver
         #: For checks: nnsight's own collect, with which the digests of a request's saves are compared.
         self._collect = collect
 
@@ -100,20 +98,16 @@ class RequestFinisher:
         covered = self._covered(request, progress)
         counted = self._rewind(request, progress, covered)
         if mediator is not None:
-            with warnings.catch_warnings():
-                # nnsight warns of a loop that still waits for a step. That is how loops over steps end here.
-                warnings.simplefilter("ignore")
-                with time_limit.turn():
-                    if progress.asks_result and isinstance(mediator, BlockMediator):
-                        result = requests.results.output(request.engine_id)
-                        if result is not None:
-                            mediator.serve_result(result)
-                    requests.finish_dangling(mediator, self._interleaver.taps)
+            with time_limit.turn():
+                result = requests.results.output(request.engine_id) if progress.asks_result else None
+                if result is not None:
+                    mediator.serve_result(result)
+                end_waiting(mediator)
             requests.record(mediator)
         if isinstance(request, EditedRequest):
             for _, copy in request.mediators():
                 with time_limit.turn():
-                    requests.finish_dangling(copy, self._interleaver.taps, quiet=True)
+                    end_waiting(copy)
                 requests.record(copy)
             request.note_errors()
         travels = self._reporter.link is not None and self._report_finish(request, progress, covered, counted)
@@ -121,8 +115,7 @@ class RequestFinisher:
             request.dispose()
         if mediator is not None:
             save_marks.release(mediator)
-            if isinstance(mediator, BlockMediator):
-                mediator.dispose()
+            mediator.dispose()
         counted = dict  # the function holds saves
         if not travels:
             _free(progress)
@@ -148,10 +141,9 @@ class RequestFinisher:
         """
         if covered is None or covered > progress.last or self._reporter.link is None:
             return dict
-        counted = progress.tracker.rewind(saves_of(request), covered)
+        counted = progress.tracker.rewind(request.saves(), covered)
         for mediator in request.workers():
-            if isinstance(mediator, BlockMediator):
-                trim(mediator.made)
+            trim(mediator.made)
         return counted
 
     def _leave_shared(self, request: Request) -> None:
@@ -172,7 +164,7 @@ class RequestFinisher:
         tracker = progress.tracker
         record = FinishRecord(request.engine_id, request.index, NO_DELTAS, steps=progress.steps)
         record.tokens = -1 if covered is None else covered
-        own = saves_of(request)
+        own = request.saves()
         saves = read_counted(own)
         ending: Ending | None = None
         later = False
@@ -184,7 +176,7 @@ class RequestFinisher:
                 if saves[entry.name] is own.get(entry.name):
                     entry.digest = digest(HostCopy()(plain(collected[entry.name], made)))
 
-        error = as_failure(request.error) or progress.failure
+        error = request.error or progress.failure
         try:
             with tracker.guard():
                 ending = tracker.ending(saves, 0, request.index)
@@ -216,17 +208,17 @@ class RequestFinisher:
     @staticmethod
     def _add_outcome(record: FinishRecord, request: Request, progress: RequestProgress, error: Failure | None) -> None:
         """Add to the record how a request's block ended: with an error, by `tracer.stop()`, or with warnings."""
-        mediator = request.mediator
+        mediator: BlockMediator | None = request.mediator
         if error is None and mediator is not None:
             if mediator.exception is not None:
                 record.stopped = is_stop(mediator.exception)
                 if not record.stopped:
                     error = failure_of(mediator.exception, mediator.compiled, hint=_hint(mediator.exception))
-            elif getattr(mediator, "nnsight_error", None) is not None and mediator.raised is not None:
+            elif mediator.waited_in_vain and mediator.raised is not None:
                 # When its request ended, the block still waited for a location that the model had passed before.
                 error = failure_of(mediator.raised, mediator.compiled)
         record.error = error
-        if error is None and isinstance(mediator, BlockMediator):
+        if error is None and mediator is not None:
             record.warnings = mediator.warnings(progress.last + 1)
 
     def _report_shared_end(self, run: SharedRun) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.messages import Append
 from tracewire_engine.link.shared_ring import RingCopy
@@ -22,13 +21,14 @@ from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
 from tracewire_engine.worker.blocks import save_marks
 from tracewire_engine.worker.blocks.failures import failure_of, is_stop
+from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.shared_values import SharedRun
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 from .blob_sender import BlobSender, Checked
 from .host_copy import HostArray, HostCopy, PinnedCopy, encoded_late
-from .requests import RequestProgress, TracedRequests, saves_of
+from .requests import RequestProgress, TracedRequests
 from .save_tracker import Ending, SaveTracker
 
 __all__ = ["NO_DELTAS", "StepReporter", "encode"]
@@ -134,10 +134,9 @@ class StepReporter:
             mediator = request.mediator
             # If the block was in the step, `TracedRequests.record` noted its saves a moment ago.
             saves = getattr(mediator, "found", None)
-            edited = isinstance(request, EditedRequest)
-            if saves is None or edited:
-                saves = saves_of(request)
-            if edited:
+            if saves is None or isinstance(request, EditedRequest):
+                saves = request.saves()
+            if isinstance(request, EditedRequest):
                 request.note_errors()
                 request.prune()
             if mediator is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request, Requests
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.protocol.keys import (
@@ -21,9 +20,9 @@ from tracewire_engine.protocol.keys import (
 )
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
-from tracewire_engine.worker.blocks.failures import as_failure, failure_of
+from tracewire_engine.worker.blocks.failures import failure_of
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
-from tracewire_engine.worker.blocks.mediator import BlockMediator
+from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.request_result import RequestResults
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
 from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
@@ -34,12 +33,13 @@ from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageUpdat
 from tracewire_engine.worker.parallel.staged_mediator import StagesDiffer
 
 from .large_arrays import LargeArrayBudget
+from .request_book import RequestBook
 from .save_tracker import SaveTracker
 
 if TYPE_CHECKING:
     from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 
-__all__ = ["RequestProgress", "TracedRequests", "extra_arguments", "saves_of"]
+__all__ = ["RequestProgress", "TracedRequests", "extra_arguments"]
 
 
 #: The arguments that a host of blocks is given.
@@ -47,7 +47,7 @@ _HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_
 
 
 class RequestProgress:
-    """How far a live request with a block has been reported. nnsight's own record of the request is `Request`."""
+    """How far a live request with a block has been reported."""
 
     __slots__ = (*("asks_result", "ended_at", "failure", "index", "last", "steps", "tells_end", "tokens", "tracker"),)
 
@@ -76,14 +76,12 @@ class RequestProgress:
             self.failure = failure_of(exception, None, hint=f" (while the save {name!r} was read)")
 
 
-class TracedRequests(Requests):
-    """nnsight's registry of requests, extended: blocks arrive as source text, and each request has its progress.
+class TracedRequests(RequestBook):
+    """The live requests with interventions: their blocks, how far they are reported, and their live parameters.
 
     A request without a block is not registered here, so that it costs a step nothing. The declared interventions of all
     requests are in `declared`.
     """
-
-    out: set[Any]
 
     def __init__(
         self,
@@ -111,65 +109,55 @@ class TracedRequests(Requests):
         #: The prefixes of locations whose values belong to no single request.
         self.encoders: tuple[str, ...] = ()
 
-    def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
-        new = [data for data in new_requests if data.req_id not in self.traced]
-        ranks = self.ranks
-        for data in new if ranks is not None else ():
-            assert ranks is not None
-            # Decided by the request's arguments, which are the same on all ranks.
-            if not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(extra_arguments(data)):
+    def add(self, new_requests: list[Any]) -> None:
+        """Take the interventions of requests that have come, from their `extra_args`."""
+        ranks, pipeline = self.ranks, self.pipeline
+        for data in new_requests:
+            arguments = extra_arguments(data)
+            # The next two are decided by the request's arguments, which are the same on all ranks and stages.
+            if ranks is not None and not {BLOCK_ARG, EDITS_ARG, DECLARED_ARG}.isdisjoint(arguments):
                 ranks.requests.add(data.req_id)
-        self._add(new_requests, persistent_objects)
-        for data in new if ranks is not None else ():
-            assert ranks is not None
-            self._announce(data.req_id, ranks)
-        pipeline = self.pipeline
-        for data in new if pipeline is not None else ():
-            assert pipeline is not None
-            # Decided by the request's arguments, which are the same on all stages, even if it failed on this one.
-            if not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)):
+            self._take(data.req_id, arguments)
+            if ranks is not None:
+                self._announce(data.req_id, ranks)
+            if pipeline is not None and not {BLOCK_ARG, EDITS_ARG}.isdisjoint(arguments):
+                # Even if it failed on this stage.
                 pipeline.blocks[data.req_id] = set()
                 request = self.requests[data.req_id]
                 for name, mediator in self.copies(data.req_id).items():
                     mediator.name(f"{request.engine_id}/{request.index}/{name}")
 
-    def _add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
-        super().add(new_requests, persistent_objects)
-        for data in new_requests:
-            arguments = extra_arguments(data)
-            block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
-            if edits is not None and data.req_id not in self.traced:
-                self.requests[data.req_id] = EditedRequest(data.req_id)
-            request = self.requests[data.req_id]
-            try:
-                live = self._join(data.req_id, request, arguments)
-            except Exception as exception:  # live parameters that cannot be decoded
-                live, request.error = LiveRun(""), failure_of(exception, None)
-            names = self._declare(data.req_id, request, arguments, live)
-            if block is None and edits is None and request.error is None and not request.workers():
-                del self.requests[data.req_id]
-            if (block is None and edits is None and request.error is None) or data.req_id in self.traced:
-                continue
-            if self.hosts is not None and request.error is None:
-                self._host(data.req_id, request, arguments, names)
-            if self.hosts is not None and request.error is None:
-                continue
-            traced = self.traced[data.req_id] = RequestProgress(self.budget)
-            traced.tells_end = bool(arguments.get(END_ARG))
-            traced.tracker.reserved = frozenset(names)
-            if self.hosts is not None:
-                continue
-            if isinstance(request, EditedRequest) and edits is not None:
-                request.take(edits, self.blocks)
-            if block is None:
-                continue
-            traced.asks_result = bool(arguments.get(RESULT_ARG))
-            try:
-                share = arguments.get(SHARED_ARG)
-                shared = {} if share is None else self.shared_runs.join(share).values
-                request.mediator = self.blocks.mediator(block, live, shared, arguments.get(PERMIT_ARG, b""))
-            except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
-                request.error = failure_of(exception, None)
+    def _take(self, request_id: str, arguments: dict[str, Any]) -> None:
+        block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
+        request = Request(request_id) if edits is None else EditedRequest(request_id)
+        try:
+            live = self._join(request_id, request, arguments)
+        except Exception as exception:  # live parameters that cannot be decoded
+            live, request.error = LiveRun(""), failure_of(exception, None)
+        names = self._declare(request_id, request, arguments, live)
+        if block is None and edits is None and request.error is None:
+            return
+        if self.hosts is not None and request.error is None:
+            self._host(request_id, request, arguments, names)
+            if request.error is None:
+                return
+        self.requests[request_id] = request
+        traced = self.traced[request_id] = RequestProgress(self.budget)
+        traced.tells_end = bool(arguments.get(END_ARG))
+        traced.tracker.reserved = frozenset(names)
+        if self.hosts is not None:
+            return
+        if isinstance(request, EditedRequest) and edits is not None:
+            request.take(edits, self.blocks)
+        if block is None:
+            return
+        traced.asks_result = bool(arguments.get(RESULT_ARG))
+        try:
+            share = arguments.get(SHARED_ARG)
+            shared = {} if share is None else self.shared_runs.join(share).values
+            request.mediator = self.blocks.mediator(block, live, shared, arguments.get(PERMIT_ARG, b""))
+        except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
+            request.error = failure_of(exception, None)
 
     def _host(self, request_id: str, request: Request, arguments: dict[str, Any], names: list[str]) -> None:
         """Have a host run a request's blocks."""
@@ -180,13 +168,11 @@ class TracedRequests(Requests):
             self.hosts.open(request_id, request, given, (name, choices), names)
         except OSError as error:
             request.error = Failure(type="BlockHostLost", message=f"no process for blocks: {error}", field="block")
-        else:
-            del self.requests[request_id]
 
     def _announce(self, request_id: str, ranks: Ranks) -> None:
         """Tell the other ranks if a request could not be taken here, and let its blocks report later failures."""
         request = self.requests.get(request_id)
-        failure = None if request is None else as_failure(request.error)
+        failure = None if request is None else request.error
         if failure is not None:
             ranks.fail(BlockKey(request_id, ""), lambda: failure)
             if request_id not in self.declared.live:
@@ -218,7 +204,7 @@ class TracedRequests(Requests):
     def _declare(self, request_id: str, request: Request, arguments: dict[str, Any], live: LiveRun) -> list[str]:
         """Take a request's declared interventions, and return the names under which they save."""
         encoded = arguments.get(DECLARED_ARG)
-        if encoded is None or request_id in self.declared.live:
+        if encoded is None:
             return []
         if self.pipeline is not None and is_early(encoded, self.pipeline.topology):
             self.pipeline.early.add(request_id)
@@ -231,20 +217,6 @@ class TracedRequests(Requests):
             return []
         self.declared.add(request_id, declaration)
         return declaration.names
-
-    def exclude_missed_steps(self, model: Any) -> None:
-        """Exclude locations passed in steps without a block from the block's counts.
-
-        nnsight's `scope` does this, but under pipeline parallelism it must happen before the next step.
-        """
-        counts = model.interleaver.counts
-        for mediator in self.out:
-            start = mediator.counts_at_start
-            for location, count in counts.items():
-                passed = count - self.counts.get(location, 0)
-                if passed:
-                    start[location] = start.get(location, 0) + passed
-        self.out = set()
 
     def copies(self, request: str) -> dict[str, Any]:
         """The mediators of a request in this process: those of edits by name, and the request's own under `""`."""
@@ -290,33 +262,13 @@ class TracedRequests(Requests):
             return True
         return isinstance(request, EditedRequest) and request.has_failed
 
-    def scope(self, model: Any, spans: list[tuple[str, int]]) -> None:
+    def scope(self, model: Any, spans: Sequence[tuple[str, int]]) -> None:
         super().scope(model, [("" if self.has_ended(name) else name, count) for name, count in spans])
         model.interleaver.batcher.counts = [count for _, count in spans]
 
     def unflatten(self, model: Any) -> None:
         super().unflatten(model)
         model.interleaver.batcher.counts = ()
-
-    def harvest(self, finished: set[str]) -> None:
-        """Do nothing: the saves of edits are reported with the request's own."""
-
-    def record(self, mediator: Any) -> None:
-        """Note the block's saves. The reporter reads errors from the mediator later."""
-        if isinstance(mediator, BlockMediator):
-            mediator.found = mediator.saved()
-            mediator.nnsight_saved = set(mediator.found)
-        else:
-            super().record(mediator)
-
-
-def saves_of(request: Request) -> dict[str, Any]:
-    """The values that a request's blocks have saved so far, by name."""
-    mediator = request.mediator
-    if isinstance(mediator, BlockMediator) and not isinstance(request, EditedRequest):
-        return mediator.saved()
-    saves: dict[str, Any] = request.saves()
-    return saves
 
 
 def extra_arguments(data: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import socket
 from typing import Any
 
 import torch
-from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -19,22 +18,39 @@ from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.liveness import HeartbeatSender
 from tracewire_engine.protocol.keys import LINK_ADDRESS, WORKER_PATIENCE
 from tracewire_engine.worker.blocks import process_state
-from tracewire_engine.worker.parallel.stage_exchange import PipelineMixin
 
 from .runner import TracewireRunner
 
 __all__ = ["TracewireWorker"]
 
 if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as _PlatformRunner
     from vllm.v1.worker.cpu_worker import CPUWorker as _PlatformWorker
 else:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _PlatformRunner
     from vllm.v1.worker.gpu_worker import Worker as _PlatformWorker
 
+#: vLLM's classes of its first model runner, and those of its second.
+_FIRST = {"vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.cpu_model_runner.CPUModelRunner"}
+_SECOND = {"vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.cpu.model_runner.CPUModelRunner"}
 
-class _Runner(TracewireRunner, PipelineMixin, _PlatformRunner):
-    """Tracewire's runner over the platform's."""
+
+def tracing(kind: type) -> type[TracewireRunner]:
+    """Make the class that extends one of vLLM's classes of model runners by Tracewire's core.
+
+    Raises:
+        NotImplementedError: blocks cannot run on a runner of this class, such as another platform's.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    # Each module is imported only where it is used: it imports its runner, which another version of vLLM may not have.
+    if name in _FIRST:
+        from .first_runner import FirstRunner as Runner
+    elif name in _SECOND:
+        from .second_runner import SecondRunner as Runner
+    else:
+        raise NotImplementedError(
+            f"Tracewire runs blocks on vLLM's {', '.join(sorted(_FIRST | _SECOND))}, but this worker built {name}"
+        )
+    made: type[TracewireRunner] = type("Runner", (Runner, kind), {})
+    return made
 
 
 class TracewireWorker(_PlatformWorker):
@@ -44,20 +60,14 @@ class TracewireWorker(_PlatformWorker):
         """Build the platform's runner, and turn it into Tracewire's.
 
         Raises:
-            NotImplementedError: vLLM built a runner on which blocks cannot run (its V2 runner, or another platform's).
+            NotImplementedError: vLLM built a runner on which blocks cannot run.
         """
         if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
             # Linux kills a process that uses AMX's tiles without having asked for them. vLLM's attention does not ask.
             # It relies on an earlier matrix product that did, and under tensor parallelism there may be none.
             torch.cpu._init_amx()
         super().init_device()
-        runner = self.model_runner
-        if type(runner) is not _PlatformRunner:
-            raise NotImplementedError(
-                f"Tracewire runs blocks on vLLM's {_PlatformRunner.__name__}, but this worker built "
-                f"{type(runner).__module__}.{type(runner).__name__}. Unset VLLM_USE_V2_MODEL_RUNNER."
-            )
-        runner.__class__ = _Runner
+        self.model_runner.__class__ = tracing(type(self.model_runner))
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, and exempt all objects that exist by then from garbage collection, which stalls all requests.
@@ -66,6 +76,7 @@ class TracewireWorker(_PlatformWorker):
         """
         result = super().compile_or_warm_up_model()
         self.model_runner.tracewire_deferred.attach(WorkerProc)
+        self.model_runner.tracewire_serving = True
         process_state.keep()
         gc.collect()
         gc.freeze()
@@ -101,6 +112,3 @@ class TracewireWorker(_PlatformWorker):
     def tracewire_drop_input(self, name: str) -> None:
         """Drop a large variable that `tracewire_input` brought."""
         self.model_runner.tracewire_inputs.drop(name)
-
-    #: nnsight's own collect, for `--check-collect`.
-    collect_nnsight = NNsightGPUWorker.collect_nnsight

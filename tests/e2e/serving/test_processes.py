@@ -32,7 +32,13 @@ async def own_bus() -> AsyncIterator[str]:
         (["--hf-tok", "abbreviated"], {}, "--hf-token"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
-        ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER"),
+        (
+            [],
+            {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+            "VLLM_USE_V2_MODEL_RUNNER=1 contradicts --model-runner",
+        ),
+        (["--model-runner", "second"], {"VLLM_USE_V2_MODEL_RUNNER": ""}, "--model-runner second"),
+        (["--enable-dbo"], {}, "--enable-dbo"),
         ([], {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "VLLM_WORKER_MULTIPROC_METHOD=fork"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,12 +29,19 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, *options: str, cores: str = "0|1", wait: bool = True) -> AsyncIterator[Served]:
+async def served(
+    folder: Path, *options: str, cores: str = "0|1", wait: bool = True, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Served]:
     """An engine with these options; `cores` are its workers', as vLLM has it. It is on its way, or serves."""
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, **(environment or {})}
     shared = ("--block-timeout", "3", "--blob-threshold", str(BLOB_THRESHOLD))
     async with EmbeddedServer.start() as server:
         with started_engine(
-            server.url, folder, *shared, *options, environment={"VLLM_CPU_OMP_THREADS_BIND": cores}
+            server.url,
+            folder,
+            *shared,
+            *options,
+            environment=variables,
         ) as engine:
             if wait:
                 engine.wait_ready()

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ class HostedBlocks:
 
         Args:
             request_id: the scheduler's id.
-            request: nnsight's record of the request.
+            request: the worker's record of the request.
             arguments: those of its `extra_args` for blocks.
             trace: the name of its trace's attempt, and how many choices all requests of it have together.
             reserved: the names under which declared interventions of the request save.
@@ -245,16 +245,21 @@ class HostedBlocks:
         self._watch()
         return bool(self._active)
 
-    def begin_for(self, runner: Any, scheduler_output: Any) -> bool:
-        """Begin a step of a runner of vLLM. Returns whether blocks in hosts take part in it."""
-        scheduled, states = scheduler_output.num_scheduled_tokens, runner.requests
+    def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:
+        """Begin a step. Returns whether blocks in hosts take part in it.
+
+        Args:
+            states: vLLM's requests, each with `num_computed_tokens` and `num_prompt_tokens`, by the scheduler's id.
+            scheduled: how many tokens the step has of each request.
+            order: the requests of the step, in the order of the batch.
+        """
 
         def index_of(request_id: str) -> int:
             state = states[request_id]
             index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             return index
 
-        return self.begin(scheduled, runner.input_batch.req_ids, index_of)
+        return self.begin(scheduled, order, index_of)
 
     def pass_by(self, locations: Collection[str]) -> bool:
         """Count these locations as passed, if no block wants anything there. Returns whether none does."""

@@ -20,7 +20,7 @@ from . import save_marks as marks
 from . import time_limit as watchdog
 from .compiled_source import CompiledSource
 
-__all__ = ["as_failure", "attributes", "failure_of", "is_stop", "release_frames"]
+__all__ = ["attributes", "failure_of", "is_stop", "release_frames"]
 
 #: The descriptor of an exception's own attributes, which its class cannot override.
 attributes: Any = BaseException.__dict__["__dict__"]
@@ -53,13 +53,6 @@ def release_frames(errors: Iterable[BaseException | None]) -> None:
             waiting += _members.__get__(error)
         for attribute in (_trace, _cause, _context):
             attribute.__set__(error, None)
-
-
-def as_failure(error: Failure | dict[str, Any] | None) -> Failure | None:
-    """A request's error as a `Failure`; nnsight has captured exceptions as a dict."""
-    if isinstance(error, dict):
-        return Failure(type=error["type_name"], message=error["message"], field="block")
-    return error
 
 
 def failure_of(exception: BaseException, compiled: CompiledSource | None, *, hint: str = "") -> Failure:

@@ -61,6 +61,8 @@ class BlockMediator(Mediator):
     iteration: int | None
     pending: Any
     worker: Any
+    #: The rows that it is served: the index of the first one, and how many.
+    batch_group: Any
 
     #: Under tensor parallelism: the connection to the other ranks, and the key under which all ranks know this block.
     ranks: Any = None
@@ -88,6 +90,8 @@ class BlockMediator(Mediator):
         #: The exception with which the block's code ended, also if the exception was thrown into the block.
         self.raised: BaseException | None = None
         self.compiled: CompiledSource | None = None
+        #: Whether its request ended while it waited for a location that the model had passed before.
+        self.waited_in_vain = False
         #: Of a standing intervention: whether an exception of it also ends the request.
         self.fatal = False
         self.live = LiveRun("")

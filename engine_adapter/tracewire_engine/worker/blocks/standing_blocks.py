@@ -1,8 +1,8 @@
 """Standing interventions in the worker: the blocks of edits that run beside a request's own block.
 
-Each edit has a mediator with a scope and marks of its own. The mediators are among nnsight's *copies* of registered
-blocks, so nnsight starts and serves them before the request's own block, which therefore reads values as the edits left
-them. The worker reports the saves of an edit with the request's own, under the name `<edit>/<name>`.
+Each edit has a mediator with a scope and marks of its own. The worker starts and serves these mediators before the
+request's own block, which therefore reads values as the edits left them. The worker reports the saves of an edit with
+the request's own, under the name `<edit>/<name>`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from nnsight.modeling.vllm.model_runners.GPUModelRunner import Request
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.protocol.messages import EditBlock
@@ -20,6 +19,7 @@ from .compiler import BlockCache
 from .failures import failure_of, is_stop
 from .live_params import LiveRun
 from .mediator import BlockMediator
+from .request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ _blocks = msgspec.msgpack.Decoder(list[EditBlock])
 
 
 class EditedRequest(Request):
-    """nnsight's record of a request, with the blocks of edits that apply to it."""
+    """A request to which edits apply."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
@@ -63,8 +63,7 @@ class EditedRequest(Request):
 
     def saves(self) -> dict[str, Any]:
         """The saves of the request's own block and of its edits."""
-        own = self.mediator
-        found: dict[str, Any] = own.saved() if isinstance(own, BlockMediator) else super().saves()
+        found = super().saves()
         for name, mediator in self.mediators():
             found.update({f"{name}/{own}": value for own, value in mediator.saved().items()})
         return found

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Protocol
 
-__all__ = ["TapServing", "breakable_throughout", "current_capture", "without_taps"]
+__all__ = ["TapServing", "breakable_throughout", "current_capture", "has_tap", "without_taps"]
 
 #: The attribute that marks a capture with a tap.
 _MARK = "tracewire_tapped"
@@ -109,6 +109,11 @@ def current_capture() -> Any:
     return capture
 
 
+def has_tap(capture: Any) -> bool:
+    """Whether a capture of vLLM has a tap."""
+    return hasattr(capture, _MARK)
+
+
 def without_taps(model: Any) -> list[str]:
     """Descriptions of the graphs without a tap that vLLM has captured around its model."""
     found: list[str] = []
@@ -117,7 +122,7 @@ def without_taps(model: Any) -> list[str]:
         if "whole" in wrapper:
             found += without_taps(wrapper["whole"])
         for batch, entry in wrapper.get("entries", {}).items():
-            if entry.capture is not None and not hasattr(entry.capture, _MARK):
+            if entry.capture is not None and not has_tap(entry.capture):
                 found.append(f"{type(model).__name__}: {batch}")
         for batch, entry in wrapper.get("concrete_cudagraph_entries", {}).items():
             if entry.cudagraph is not None:

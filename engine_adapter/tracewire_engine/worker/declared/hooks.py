@@ -101,10 +101,13 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
-        if provider in self.taps and current_capture() is not None and self.whole:
-            assert self.declared.buffers is not None
-            self.declared.buffers.launch(provider, value)
-            return value
+        if provider in self.taps:
+            # Marks the capture under way, if it is one of vLLM's breakable ones.
+            current_capture()
+            if self.whole:
+                assert self.declared.buffers is not None
+                self.declared.buffers.launch(provider, value)
+                return value
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 

@@ -12,7 +12,7 @@ in that order. They run before a block is served at the same location.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -259,7 +259,7 @@ class DeclaredRequests:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def begin(self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any]) -> None:
+    def begin(self, req_ids: list[str], scheduled: dict[str, int], total: int, states: Mapping[str, Any]) -> None:
         """Plan a step: `req_ids` in the order of the flat batch's rows, and how many tokens of each it computes."""
         if not self.live:
             self.plan, self.hooks = None, {}
@@ -352,7 +352,7 @@ class DeclaredRequests:
                 hook.read(self.buffers.values(location), lasting=self.here is None)
 
     def _build(
-        self, req_ids: list[str], scheduled: dict[str, int], total: int, states: dict[str, Any], computed: list[int]
+        self, req_ids: list[str], scheduled: dict[str, int], total: int, states: Mapping[str, Any], computed: list[int]
     ) -> _Plan:
         plan = _Plan()
         plan.req_ids, plan.computed, plan.steady = list(req_ids), computed, True

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import torch
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.worker.blocks.failures import as_failure, failure_of, is_stop
+from tracewire_engine.worker.blocks.failures import failure_of, is_stop
 
 from .head_replicas import replicate
 from .plain_messages import Tensors, Unsendable, decoded, encoded, gathered, unpacked
 from .staged_mediator import Entry, StagedMediator
 from .topology import Topology, described, packed_tree, unpacked_tree
 
-__all__ = ["Pipeline", "PipelineMixin", "RequestRegistry", "StageState", "StageUpdate", "stage_state"]
+__all__ = ["Pipeline", "RequestRegistry", "StageState", "StageUpdate", "made_pipeline", "stage_state"]
 
 #: Tells our messages in the group from vLLM's.
 _TAG = 7321
@@ -274,49 +274,40 @@ class Pipeline:
         return update._replace(logs=logs, errors=errors)
 
 
-class PipelineMixin:
-    """Mixed into a platform's model runner: completes the module tree of its stage after loading.
+def made_pipeline(runner: Any) -> Pipeline | None:
+    """Complete the module tree of a runner's pipeline stage. Called when vLLM has loaded the model.
 
-    In the order of base classes it comes before vLLM's runner and after nnsight's, which builds its tree of the
-    completed modules.
+    Returns:
+        The connection to the other stages; `None` if the model has one stage.
     """
-
-    tracewire_pipeline: Pipeline | None = None
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        from vllm.distributed.parallel_state import get_pp_group
-
-        group = get_pp_group()
-        if group.world_size == 1:
-            return
-        runner: Any = self
-        model: torch.nn.Module = runner.get_model()
-        if not group.is_first_rank and runner.intermediate_tensors is None:
-            # vLLM makes the receive buffer when it warms up, which it does not do on a CPU.
-            buffers: Any = model
-            runner.intermediate_tensors = buffers.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
-        replicate(group, model, runner.vllm_config, runner.device)
-        trees = gathered(packed_tree(described(model)), group)
-        topology = Topology(group.rank_in_group, [unpacked_tree(tree) for tree in trees])
-        topology.complete(model)
-        self.tracewire_pipeline = Pipeline(group, topology, runner.device)
+    if runner.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return None
+    group = get_pp_group()
+    model: torch.nn.Module = runner.get_model()
+    if not group.is_first_rank and runner.intermediate_tensors is None:
+        # vLLM makes the receive buffer when it warms up, which it does not do on a CPU.
+        buffers: Any = model
+        runner.intermediate_tensors = buffers.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+    replicate(group, model, runner.vllm_config, runner.device)
+    trees = gathered(packed_tree(described(model)), group)
+    topology = Topology(group.rank_in_group, [unpacked_tree(tree) for tree in trees])
+    topology.complete(model)
+    return Pipeline(group, topology, runner.device)
 
 
-def stage_state(copies: dict[str, StagedMediator], error: Any) -> StageState:
+def stage_state(copies: dict[str, StagedMediator], error: Failure | None) -> StageState:
     """The state of one request on one stage.
 
     Args:
         copies: of the request's blocks, by name.
-        error: the request's error, a `Failure` or nnsight's dict, or `None`.
+        error: the request's error, if it has one.
     """
     errors: dict[str, Failure] = {}
     for name, mediator in copies.items():
         if mediator.exception is not None and not is_stop(mediator.exception):
             errors[name] = failure_of(mediator.exception, mediator.compiled)
-    failure = as_failure(error)
-    if failure is not None:
-        errors[""] = failure
+    if error is not None:
+        errors[""] = error
     return StageState(copies, errors)

@@ -27,6 +27,12 @@ def config() -> Any:
     return configuration()
 
 
+@pytest.fixture(params=["0", "1"], ids=["first", "second"], autouse=True)
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which of vLLM's model runners the scheduler plans."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+
+
 @pytest.fixture(params=[1, 2], ids=["sync", "async"])
 def depth(request: pytest.FixtureRequest) -> int:
     """How many steps are under way at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,3 +81,29 @@ def test_a_forward_s_source_names_its_operations_and_the_module_stays_as_it_is()
 def test_a_source_that_is_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_model, "_LONGEST_SOURCE", 10)
     assert engine_model.forward_source(Doubled()) == ""
+
+
+@pytest.mark.parametrize(("runner", "variable"), [("first", "0"), ("second", "1")])
+def test_the_runner_that_was_chosen_is_the_one_that_vllm_builds(
+    monkeypatch: pytest.MonkeyPatch, runner: str, variable: str
+) -> None:
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    for _ in range(2):
+        engine_model.choose_runner(runner)
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == variable
+    other = "first" if runner == "second" else "second"
+    with pytest.raises(UnsupportedSetting, match=f"contradicts --model-runner {other}"):
+        engine_model.choose_runner(other)
+
+
+def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    with pytest.raises(UnsupportedSetting, match="needs Triton"):
+        engine_model.choose_runner("second")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ

@@ -20,7 +20,7 @@ def test_where_it_is_checked_the_final_names_the_digests_of_what_nnsight_collect
     digests = []
     for checks in (False, True):
         reporter = StepReporter(None, None, SimpleNamespace(declared=None), lambda _: None)
-        finisher = RequestFinisher(SimpleNamespace(), reporter, None, (lambda _: collected) if checks else None)
+        finisher = RequestFinisher(SimpleNamespace(), reporter, (lambda _: collected) if checks else None)
         request = SimpleNamespace(engine_id="t0", index=0, error=None, mediator=None, saves=lambda: held)
         finisher._report_finish(request, RequestProgress(LargeArrayBudget()), None, lambda own: own)
         ((entry,),) = [finish.manifest for finish in reporter.unsent.report.finishes]

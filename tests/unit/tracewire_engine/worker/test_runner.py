@@ -16,13 +16,15 @@ def test_a_change_is_told_of_with_the_token_that_its_step_samples() -> None:
     run.version = 3
     run.requests = {name: (f"t-{name}", choice) for choice, name in enumerate(("prompt", "going", "preempted", "gone"))}
     state = partial(SimpleNamespace, num_prompt_tokens=5)
+    states = {
+        "prompt": state(num_computed_tokens=0),
+        "going": state(num_computed_tokens=7),
+        "preempted": state(num_computed_tokens=0),
+    }
     worker = SimpleNamespace(
-        requests={
-            "prompt": state(num_computed_tokens=0, output_token_ids=[]),
-            "going": state(num_computed_tokens=7, output_token_ids=[1, 2, 3]),
-            "preempted": state(num_computed_tokens=0, output_token_ids=[1, 2, 3, 4]),
-        },
-        nnsight_requests=SimpleNamespace(live=SimpleNamespace(late=1)),
+        request_states=lambda: states,
+        generated={"preempted": 4}.__getitem__,
+        tracewire_requests=SimpleNamespace(live=SimpleNamespace(late=1)),
     )
     applied = TracewireRunner._applied(worker, run, {"prompt": 4, "going": 1})
     assert (applied.run, applied.version) == ("run", 3)

@@ -126,7 +126,7 @@ def runner() -> Iterator[Any]:
 
     _set_torch_accelerator_to_noop()
     made: Any = _Runner(16)
-    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
+    with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         made.load_model()
     yield made
     watchdog.limit_turns(0)

@@ -55,7 +55,7 @@ def made() -> Iterator[Any]:
 
     _set_torch_accelerator_to_noop()
     runner: Any = _Runner(16)
-    with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=None):
+    with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         runner.load_model()
     yield runner
     watchdog.limit_turns(0)

@@ -44,7 +44,8 @@ class Served:
             monkeypatch.setattr(module, "current_platform", platform)
             monkeypatch.setattr(module, "validate_cudagraph_capturing_enabled", lambda: None)
             monkeypatch.setattr(module, "get_offloader", mock.Mock())
-            monkeypatch.setattr(module, "capture_pool", lambda *_: nullcontext())
+            # Versions of vLLM up to 0.31 have none.
+            monkeypatch.setattr(module, "capture_pool", lambda *_: nullcontext(), raising=False)
         for module in (breakable_cudagraph, cuda_graph, forward_context):
             monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
             monkeypatch.setattr(module, "get_forward_context", lambda: self.context)

@@ -1,0 +1,108 @@
+"""Puts the taps into the CUDA graphs of vLLM's second model runner.
+
+The second runner has a manager that captures graphs and replays them. The manager captures PIECEWISE graphs by a
+breakable wrapper, in which nnsight serves the taps. FULL graphs compute the requests that generate. The manager
+captures them by PyTorch's own capture, and such a graph has no place for a tap. `tap_graphs` makes the manager capture
+two FULL graphs of each batch size, as `cuda_graphs.py` does for the first runner: one is whole, and kernels serve its
+taps; the other breaks at the taps. Each step replays the one that its interventions fit, and the first such steps run
+by both.
+
+Both graphs copy the model's output to a buffer of the manager as their last operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.model_executor.offloader.base import get_offloader
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+from .cuda_graphs import TapServing, has_tap, without_taps
+
+__all__ = ["tap_graphs", "untapped"]
+
+
+class TwoGraphs(CudaGraphManager):
+    """vLLM's manager, whose `graphs` break at the taps; and beside them `tracewire_whole`, which do not."""
+
+    tracewire_serving: TapServing
+    #: The whole graphs, by batch.
+    tracewire_whole: dict[Any, Any]
+
+    @torch.inference_mode()
+    def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        serving = self.tracewire_serving
+
+        def create(desc: Any, warmup: bool) -> Any:
+            made = create_forward_fn(desc, warmup=warmup)
+            if warmup or desc.cg_mode != CUDAGraphMode.FULL or not serving.has_kernels:
+                return made
+            forward, *more = made if isinstance(made, tuple) else (made,)
+
+            def whole(mode: Any) -> None:
+                with serving.whole_graph():
+                    forward(mode)
+
+            return (whole, *more) if more else whole
+
+        states = super().capture(create, *args, **kwargs)
+        self.tracewire_whole = dict(self.graphs)
+        with graph_capture(device=self.device):
+            for desc in self.tracewire_whole:
+                self.graphs[desc] = self._broken(create_forward_fn, desc)
+        return states
+
+    def _broken(self, create_forward_fn: Callable[..., Any], desc: Any) -> Any:
+        """Capture a graph that breaks at the taps. vLLM has run the model for this batch size before."""
+        made = create_forward_fn(desc, warmup=False)
+        forward = made[0] if isinstance(made, tuple) else made
+        get_offloader().sync_prev_onload()
+        with BreakableCUDAGraphCapture(pool=self.pool) as captured:
+            # In this mode attention stays within the graph.
+            forward(CUDAGraphMode.FULL)
+            get_offloader().join_after_forward()
+        return captured
+
+    def run_fullgraph(self, desc: Any) -> Any:
+        serving = self.tracewire_serving
+        if not serving.has_kernels or not serving.fits_whole_graph():
+            super().run_fullgraph(desc)
+            return
+        serving.run_whole(partial(self._run_whole, desc), partial(self._run_broken, desc))
+
+    def _run_whole(self, desc: Any) -> Any:
+        get_offloader().sync_prev_onload()
+        self.tracewire_whole[desc].replay()
+        return self._output(desc)
+
+    def _run_broken(self, desc: Any) -> Any:
+        CudaGraphManager.run_fullgraph(self, desc)
+        return self._output(desc)
+
+    def _output(self, desc: Any) -> Any:
+        """The rows of the manager's buffers that a graph writes: hidden states, or a stage's tensors."""
+        manager: Any = self
+        found = manager.hidden_states if self.is_last_pp_rank else manager.intermediate_tensors
+        return found[: desc.num_tokens]
+
+
+class _TwoModelGraphs(ModelCudaGraphManager, TwoGraphs):
+    """vLLM's manager of a model's graphs, whose base is the one above."""
+
+
+def tap_graphs(manager: Any, serving: TapServing) -> None:
+    """Have a manager that has captured nothing yet capture graphs with taps."""
+    manager.__class__ = _TwoModelGraphs
+    manager.tracewire_serving, manager.tracewire_whole = serving, {}
+
+
+def untapped(manager: Any) -> list[str]:
+    """Descriptions of the graphs of a manager that have no tap."""
+    found = [f"{type(manager).__name__}: {desc}" for desc, graph in manager.graphs.items() if not has_tap(graph)]
+    return found + without_taps(getattr(manager, "breakable_cg_runner", None))

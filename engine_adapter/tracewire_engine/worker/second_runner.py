@@ -1,0 +1,205 @@
+"""Tracewire's runner on vLLM's second model runner, `vllm.v1.worker.gpu.model_runner`.
+
+The second runner differs from the first in what matters here:
+
+- It forgets a preempted request, which comes back as a new one. So this module remembers the requests.
+- It decides on the order of the batch in `prepare_inputs`, and does not come there in a step without tokens.
+- It has no step between the logits and the sampling. So `compute_logits` is replaced meanwhile.
+- It warms up by requests of its own, so the core takes no part before the worker says that the engine serves.
+- It replays whole CUDA graphs itself, without a wrapper around the model (`declared/managed_graphs.py`).
+"""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251 (a check of saves, within this process)
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nnsight.modeling.vllm.collect import dumps_compact
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, RUN_ARG
+
+from .blocks.request import Request
+from .declared.hooks import DeclaredInterleaver
+from .declared.managed_graphs import tap_graphs, untapped
+from .requests import extra_arguments
+from .runner import TracewireRunner
+
+__all__ = ["RequestState", "SecondRunner"]
+
+#: The arguments of a request whose state the core asks for.
+_TRACED = frozenset((BLOCK_ARG, DECLARED_ARG, EDITS_ARG, RUN_ARG))
+
+
+@dataclass(slots=True)
+class RequestState:
+    """How far a request was at the last step that it was in."""
+
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    #: How many tokens it has generated, that step's included.
+    generated: int = 0
+
+
+class SecondRunner(TracewireRunner, GPUModelRunner):
+    """vLLM's second model runner with the core's calls in its steps. In the bases it comes before the platform's."""
+
+    model: Any
+    execute_model_state: Any
+    cudagraph_manager: Any
+    is_last_pp_rank: bool
+    req_states: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        #: All requests that have come and not ended; those of them that are traced; and the states of these and of all
+        #: requests of the step.
+        self.tracewire_come: set[str] = set()
+        self.tracewire_known: dict[str, RequestState] = {}
+        self.tracewire_states: dict[str, RequestState] = {}
+        self.prepare_tracing()
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> Any:
+        interleaver = self.nnsight_model.interleaver
+        if interleaver.taps and self.cudagraph_manager is not None:
+            tap_graphs(self.cudagraph_manager, interleaver)
+        capture = super().capture_model
+        return self.record_graphs(lambda: capture(*args, **kwargs))
+
+    def execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **options: Any
+    ) -> Any:
+        execute = super().execute_model
+
+        def forward() -> Any:
+            return execute(scheduler_output, intermediate_tensors, dummy_run, **options)
+
+        return self.interleave(scheduler_output, forward) if self.tracewire_serving and not dummy_run else forward()
+
+    # vLLM calls the next four in this order.
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        if self.tracewire_serving:
+            # Before vLLM forgets them, the preempted ones included.
+            self.leave_step(scheduler_output)
+            for request_id in scheduler_output.finished_req_ids:
+                self.tracewire_come.discard(request_id)
+                if self.tracewire_known.pop(request_id, None) is not None:
+                    self.tracewire_states.pop(request_id, None)
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        if self.tracewire_serving and scheduler_output.scheduled_new_reqs:
+            come = self.tracewire_come
+            fresh = [data for data in scheduler_output.scheduled_new_reqs if data.req_id not in come]
+            for data in fresh:
+                come.add(data.req_id)
+                if not _TRACED.isdisjoint(extra_arguments(data)):
+                    self.tracewire_known[data.req_id] = RequestState(0, 0)
+            self.take_requests(fresh)
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        if not self.tracewire_serving:
+            return
+        if self.tracewire_preempted:
+            # Preempted requests that go on are among the new ones. vLLM has zeroed the KV blocks that it zeroes.
+            for data in scheduler_output.scheduled_new_reqs:
+                self.tracewire_preempted.restore(data.req_id, data.block_ids)
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.tracewire_states = dict(self.tracewire_known)
+            self.begin_rows(scheduler_output, [])
+
+    def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        batch: Any = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        if self.tracewire_serving:
+            self._note_states(batch.req_ids, scheduler_output.num_scheduled_tokens)
+            self.begin_rows(scheduler_output, batch.req_ids)
+        return batch
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.tracewire_serving:
+            return super().sample_tokens(*args, **kwargs)
+        # The earlier stages of a pipeline take the tokens from the last one.
+        stepped = self.execute_model_state is not None and self.is_last_pp_rank
+        self.begin_sampling(stepped=stepped)
+        output = super().sample_tokens(*args, **kwargs)
+        self.end_step(stepped=stepped)
+        return output
+
+    def sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.tracewire_serving or self.tracewire_unwatched:
+            return super().sample(hidden_states, input_batch, *args, **kwargs)
+        book, model = self.tracewire_requests, self.nnsight_model
+        drafted = bool(input_batch.num_draft_tokens)
+        if drafted:
+            # Requests with drafts have a row for each draft and one more. Those with blocks have none.
+            first = input_batch.cu_num_logits_np
+            book.give_rows(model, first, int(first[-1]))
+        with self._logits_served():
+            output = super().sample(hidden_states, input_batch, *args, **kwargs)
+        if drafted:
+            book.unflatten(model)
+        drawn = output[0]
+        tokens = drawn.sampled_token_ids
+        served = self.serve_samples(tokens[:, :1])
+        drawn.sampled_token_ids = served if tokens.shape[1] == 1 else torch.cat((served, tokens[:, 1:]), dim=1)
+        return output
+
+    @contextmanager
+    def _logits_served(self) -> Iterator[None]:
+        """A context in which blocks are served the logits that the model computes."""
+        model, compute = self.model, self.model.compute_logits
+        before = vars(model).get("compute_logits")
+
+        def served(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            return logits if logits is None else self.serve_logits(logits)
+
+        model.compute_logits = served
+        try:
+            yield
+        finally:
+            del model.compute_logits
+            if before is not None:
+                model.compute_logits = before
+
+    def _note_states(self, order: list[str], scheduled: dict[str, int]) -> None:
+        """Note the states of a step's requests, if any request is traced."""
+        known = self.tracewire_known
+        if not known:
+            self.tracewire_states = {}
+            return
+        places = [self.req_states.req_id_to_index[request_id] for request_id in order]
+        computed = self.req_states.num_computed_tokens_np[places].tolist()
+        prompts = self.req_states.prompt_len.np[places].tolist()
+        states = dict(zip(order, map(RequestState, computed, prompts), strict=True))
+        for request_id in known.keys() & states.keys():
+            state = known[request_id] = states[request_id]
+            generated = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens + 1
+            state.generated = max(0, generated)
+        self.tracewire_states = {**known, **states}
+
+    # --- for the core -----------------------------------------------------------------------------------------------
+
+    def request_states(self) -> dict[str, RequestState]:
+        return self.tracewire_states
+
+    def generated(self, request_id: str) -> int:
+        return self.tracewire_states[request_id].generated
+
+    def put_taps(self, interleaver: DeclaredInterleaver) -> None:
+        """Do nothing yet: `capture_model` puts them into the manager of CUDA graphs, which vLLM makes later."""
+
+    def untapped_graphs(self) -> list[str]:
+        return [] if self.cudagraph_manager is None else untapped(self.cudagraph_manager)
+
+    def collected(self, request: Request) -> dict[str, Any]:
+        """The saves of a request that is over as nnsight sends them to its callers: pickled compactly, unpickled."""
+        saves: dict[str, Any] = pickle.loads(dumps_compact(request.saves()))  # noqa: S301
+        return saves

@@ -1,0 +1,30 @@
+"""Which of vLLM's model runners the engines under test use: the first, or as `TRACEWIRE_TEST_RUNNER` says, the second.
+
+On a CPU the second one needs Triton's interpreter, in all processes from their start (`interpreted/sitecustomize.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["RUNNER", "interpreted", "runner_options"]
+
+#: The environment variable.
+RUNNER = "TRACEWIRE_TEST_RUNNER"
+
+
+def runner_options() -> tuple[str, ...]:
+    """The options of an engine under test."""
+    runner = os.environ.get(RUNNER, "")
+    return ("--model-runner", runner) if runner else ()
+
+
+def interpreted() -> dict[str, str]:
+    """The environment in which vLLM's second runner runs on a CPU."""
+    folder = str(Path(__file__).parent / "interpreted")
+    rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
+    return {
+        "PYTHONPATH": os.pathsep.join([folder, *rest]),
+        "TRITON_INTERPRET": "1",
+    }

@@ -1,0 +1,77 @@
+"""Which graphs of a manager lack taps, and which one a step replays. `gpu_second_runner.py` captures real ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import tracewire_engine  # noqa: F401 (before nnsight)
+from tracewire_engine.worker.declared.managed_graphs import tap_graphs, untapped
+
+
+def test_a_graph_without_a_tap_is_named() -> None:
+    tapped = SimpleNamespace(tracewire_tapped=True)
+    manager = SimpleNamespace(graphs={"8 tokens": tapped, "16 tokens": SimpleNamespace()}, breakable_cg_runner=None)
+    assert untapped(manager) == ["SimpleNamespace: 16 tokens"]
+    runner = SimpleNamespace(entries={"32 tokens": SimpleNamespace(capture=object())})
+    manager = SimpleNamespace(graphs={"8 tokens": tapped}, breakable_cg_runner=runner)
+    assert untapped(manager) == ["SimpleNamespace: 32 tokens"]
+
+
+def test_a_manager_keeps_what_vllm_gave_it_and_captures_two_graphs() -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    manager = object.__new__(ModelCudaGraphManager)
+    manager.graphs = {}
+    serving = SimpleNamespace(has_kernels=False)
+    tap_graphs(manager, serving)
+    assert isinstance(manager, ModelCudaGraphManager)
+    # What vLLM's class of models calls by `super()` is ours, and ours calls vLLM's base.
+    kinds = type(manager).__mro__
+    between = kinds[kinds.index(ModelCudaGraphManager) + 1]
+    assert between.__name__ == "TwoGraphs"
+    assert kinds[kinds.index(between) + 1] is CudaGraphManager
+    assert {"capture", "run_fullgraph"} <= vars(between).keys()
+
+
+def test_without_kernels_each_step_replays_the_graph_that_breaks_at_the_taps(monkeypatch) -> None:
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
+    replayed = []
+    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(desc))
+    tap_graphs(manager, SimpleNamespace(has_kernels=False))
+    manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
+    desc = SimpleNamespace(num_tokens=2)
+    assert manager.run_fullgraph(desc) == [1, 2]
+    assert replayed == [desc]
+
+
+def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypatch) -> None:
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    said = []
+    manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
+    desc = SimpleNamespace(num_tokens=2)
+    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
+    serving = SimpleNamespace(has_kernels=True, fits_whole_graph=lambda: True, run_whole=lambda whole, broken: whole())
+    tap_graphs(manager, serving)
+    manager.tracewire_whole = _Any(SimpleNamespace(replay=lambda: said.append("whole")))
+    manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
+    assert manager.run_fullgraph(desc) == [1, 2]
+    serving.fits_whole_graph = lambda: False
+    manager.run_fullgraph(desc)
+    # Until it is proven, a step runs by both, and the one that breaks is the last.
+    serving.fits_whole_graph = lambda: True
+    serving.run_whole = lambda whole, broken: (whole(), broken())
+    manager.run_fullgraph(desc)
+    assert said == ["whole", "broken", "whole", "broken"]
+
+
+class _Any:
+    """A mapping that has one value under every key."""
+
+    def __init__(self, value) -> None:
+        self.value = value
+
+    def __getitem__(self, key):
+        return self.value

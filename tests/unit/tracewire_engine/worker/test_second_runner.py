@@ -1,0 +1,142 @@
+"""Tracewire's runner on vLLM's second one: what it remembers of requests. The steps themselves need an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+import tracewire_engine  # noqa: F401 (before nnsight)
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.second_runner import RequestState, SecondRunner
+
+
+def _runner(computed: list[int], prompts: list[int], **known: RequestState) -> Any:
+    """A runner whose requests are `r0`, `r1` and so on, in these states."""
+    indices = {f"r{place}": place for place in range(len(computed))}
+    states = SimpleNamespace(
+        req_id_to_index=indices,
+        num_computed_tokens_np=np.array(computed),
+        prompt_len=SimpleNamespace(np=np.array(prompts)),
+    )
+    return SimpleNamespace(req_states=states, tracewire_known=dict(known), tracewire_states={})
+
+
+def test_states_are_in_the_order_of_the_batch_and_count_what_was_generated() -> None:
+    runner = _runner([0, 7, 12], [5, 5, 10], r1=RequestState(0, 0), r2=RequestState(0, 0), gone=RequestState(3, 2, 4))
+    SecondRunner._note_states(runner, ["r2", "r0", "r1"], {"r0": 4, "r1": 1, "r2": 1})
+    states = SecondRunner.request_states(runner)
+    assert {name: (one.num_computed_tokens, one.num_prompt_tokens) for name, one in states.items()} == {
+        "r0": (0, 5),
+        "r1": (7, 5),
+        "r2": (12, 10),
+        "gone": (3, 2),
+    }
+    # `r1` generates its fourth token in this step, `r2` its fourth, too. `gone` rests, and keeps what it had.
+    assert [SecondRunner.generated(runner, name) for name in ("r1", "r2", "gone")] == [4, 4, 4]
+
+
+def test_a_prompt_that_is_computed_in_parts_has_generated_nothing() -> None:
+    runner = _runner([0], [10], r0=RequestState(0, 0))
+    SecondRunner._note_states(runner, ["r0"], {"r0": 4})
+    assert SecondRunner.generated(runner, "r0") == 0
+
+
+def test_steps_without_a_traced_request_look_nothing_up() -> None:
+    runner = SimpleNamespace(tracewire_known={}, tracewire_states={"old": RequestState(1, 1)})
+    SecondRunner._note_states(runner, ["r0"], {"r0": 1})
+    assert runner.tracewire_states == {}
+
+
+class _Theirs(GPUModelRunner):
+    """Stands where the platform's runner does, and notes what is called."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.tracewire_serving = True
+        self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, {}
+        self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.said.append("vLLM finishes")
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self.said.append("vLLM adds")
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        self.said.append("vLLM updates")
+
+    def prepare_inputs(self, scheduler_output: Any, *rest: Any) -> Any:
+        self.said.append("vLLM prepares")
+        return SimpleNamespace(req_ids=sorted(scheduler_output.num_scheduled_tokens))
+
+
+class _Runner(SecondRunner, _Theirs):
+    def leave_step(self, scheduler_output: Any) -> None:
+        self.said.append("leave")
+
+    def take_requests(self, fresh: list[Any]) -> None:
+        self.said.append([data.req_id for data in fresh])
+
+    def begin_rows(self, scheduler_output: Any, order: list[str]) -> None:
+        self.said.append(("rows", order))
+
+
+def _new(name: str, *, traced: bool = True) -> Any:
+    extra = {BLOCK_ARG: b""} if traced else None
+    return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra), block_ids=([1, 2],))
+
+
+def _step(runner: Any, *new: Any, finished: tuple[str, ...] = (), **tokens: int) -> list[Any]:
+    """One step as vLLM takes it; what was called meanwhile."""
+    runner.said.clear()
+    step = SimpleNamespace(
+        scheduled_new_reqs=list(new),
+        finished_req_ids=set(finished),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+    )
+    runner.finish_requests(step)
+    runner.add_requests(step)
+    runner.update_requests(step)
+    if tokens:
+        runner.prepare_inputs(step)
+    return list(runner.said)
+
+
+def test_a_step_takes_new_requests_and_begins_when_the_order_is_known() -> None:
+    runner = _Runner()
+    runner.tracewire_preempted = None
+    runner.req_states = _runner([0, 0], [3, 4]).req_states
+    said = _step(runner, _new("r1"), _new("r0", traced=False), r0=3, r1=4)
+    finishing = ["leave", "vLLM finishes"]
+    assert said == [
+        *(*finishing, "vLLM adds", ["r1", "r0"], "vLLM updates"),
+        *("vLLM prepares", ("rows", ["r0", "r1"])),
+    ]
+    assert runner.tracewire_known.keys() == {"r1"}
+    # Without tokens, vLLM prepares nothing.
+    assert _step(runner, finished=("r0", "r1")) == [*finishing, "vLLM adds", "vLLM updates", ("rows", [])]
+    assert not runner.tracewire_come
+    assert not runner.tracewire_known
+    assert not runner.tracewire_states
+
+
+def test_a_preempted_request_that_goes_on_is_not_taken_anew_and_gets_its_kv_back() -> None:
+    runner = _Runner()
+    runner.req_states = _runner([0], [3]).req_states
+    _step(runner, _new("r0"), r0=3)
+    said = _step(runner, _new("r0"), r0=1)
+    assert [] in said
+    assert said.index(("r0", ([1, 2],))) > said.index("vLLM updates")
+
+
+def test_before_the_engine_serves_vllm_is_left_alone() -> None:
+    """It warms up by requests of its own."""
+    runner = _Runner()
+    runner.tracewire_serving = False
+    said = _step(runner, _new("r0"), r0=3)
+    assert said == ["vLLM finishes", "vLLM adds", "vLLM updates", "vLLM prepares"]
+    assert not runner.tracewire_come
