@@ -12,6 +12,8 @@ Several ways to run the same requests take turns, each engine in processes of it
 - *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
   process; *declared*: the same values read by declared interventions, likewise; *steered*: a projection of each layer
   saved and a vector added to it, likewise; and *bystander*: requests with neither, likewise;
+- with `--hosted`: *tracewire_host*, the same block on an engine with `--blocks host`; *writing* and *writing_host*, a block
+  that changes what it reads, on both; `tracewire_host_to_inline` and `writing_host_to_inline` are ratios of their rounds;
 - *own*: plain requests on Tracewire's engine without the bus.
 
 Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first
@@ -55,6 +57,9 @@ from tracewire_bus.transport.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 
+#: The names of Tracewire's engines: with blocks in its worker, and in hosts.
+NAME, HOSTED = "bench", "bench-host"
+
 WORKLOADS: dict[str, dict[str, Any]] = {
     "last": {"saves": "last", "layers": [2], "prompt_tokens": 16},
     "layers": {"saves": "last", "layers": [1, 2, 3, 4], "prompt_tokens": 16},
@@ -71,6 +76,17 @@ def last(model, tracer, live, layers):
     for _ in tracer.iter[:]:
         for layer in layers:
             kept.append(model.model.layers[layer].output[0][-1].clone())
+
+
+@tracewire.intervention
+def writing(model, tracer, live, layers):
+    """Some layers' outputs scaled, and the last position of each kept."""
+    kept = [].save()
+    for _ in tracer.iter[:]:
+        for layer in layers:
+            stream = model.model.layers[layer].output[0]
+            stream[:] = stream * 1.001
+            kept.append(stream[-1].clone())
 
 
 @tracewire.intervention
@@ -91,6 +107,7 @@ def block_of(workload: dict[str, Any]) -> Any:
     """The block of a workload, or none."""
     return {
         "last": lambda: last(layers=workload["layers"]),
+        "writing": lambda: writing(layers=workload["layers"]),
         "topk": lambda: topk,
         "prompt": lambda: prompt(layer=workload["layers"][0]),
     }.get(workload["saves"], lambda: None)()
@@ -171,8 +188,8 @@ def raw_bytes(value: Any) -> int:
     return 8
 
 
-async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
-    """The workload over the bus: submitted and folded here, in the subscriber's process."""
+async def tracewire_round(url: str, workload: dict[str, Any], name: str = NAME) -> dict[str, Any]:
+    """The workload over the bus: submitted and folded here, in the subscriber's process. `name` is the model's."""
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     results: dict[str, tracewire.Result] = {}
@@ -182,7 +199,7 @@ async def tracewire_round(url: str, workload: dict[str, Any]) -> dict[str, Any]:
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
     async with tracewire.connect(url) as client:
-        model = await client.models.get("bench", timeout=60)
+        model = await client.models.get(name, timeout=60)
         declared = declared_of({**workload, "hidden": model.info.hidden_size})
         began, began_at = time.perf_counter(), time.time()
 
@@ -260,18 +277,19 @@ async def turn(file: Path | None, kind: int = fcntl.LOCK_EX) -> AsyncIterator[No
 SETTLE_S = 2.5
 
 
-def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
-    """`tracewire engine` as an operator starts it."""
-    arguments = []
+def start_engine(url: str, options: dict[str, Any], folder: Path, blocks: str = "inline") -> subprocess.Popen[str]:
+    """`tracewire engine` as an operator starts it, with blocks in its workers or in hosts."""
+    name = NAME if blocks == "inline" else HOSTED
+    arguments = ["--blocks", blocks]
     for name, value in options["engine"].items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     for tap in options["taps"]:
         arguments += ["--tap", tap]
     arguments += options.get("arguments", [])
-    with (folder / "tracewire.log").open("wb") as log:
+    with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tracewire.cli", "engine", options["model"], "--name", "bench", "--url", url),
+                *(sys.executable, "-m", "tracewire.cli", "engine", options["model"], "--name", name, "--url", url),
                 *arguments,
             ],
             stdout=subprocess.PIPE,
@@ -283,20 +301,39 @@ def start_engine(url: str, options: dict[str, Any], folder: Path) -> subprocess.
     for line in process.stdout:
         if line.startswith("ready"):
             return process
-    raise RuntimeError(f"the engine did not start; see {folder / 'tracewire.log'}")
+    raise RuntimeError(f"the engine did not start; see {folder / f'{name}.log'}")
+
+
+def over_the_bus(workload: dict[str, Any], engines: dict[str, int]) -> Iterator[tuple[str, dict[str, Any], str, int]]:
+    """The ways of Tracewire's engines: a name, the workload, the model's name and the engine's process id.
+
+    `engines` has the process ids by the models' names.
+    """
+    inline = engines[NAME]
+    yield "tracewire", workload, NAME, inline
+    if workload["layers"]:
+        yield "declared", {**workload, "saves": f"declared:{workload['saves']}"}, NAME, inline
+        yield "steered", {**workload, "saves": "steered"}, NAME, inline
+    yield "bystander", {**workload, "saves": "none"}, NAME, inline
+    if HOSTED in engines:
+        yield "tracewire_host", workload, HOSTED, engines[HOSTED]
+        if workload["layers"]:
+            writes = {**workload, "saves": "writing"}
+            yield "writing", writes, NAME, inline
+            yield "writing_host", writes, HOSTED, engines[HOSTED]
 
 
 async def one_round(
     workload: dict[str, Any],
     roles: dict[str, Role],
     url: str,
-    engine: int,
+    engines: dict[str, int],
     cores: set[int],
     rounds: dict[str, list[dict[str, Any]]],
     settle_s: float,
 ) -> None:
-    """Each way once, `settle_s` after the one before, the figures added to `rounds`; `engine` is the process id of
-    Tracewire's.
+    """Each way once, `settle_s` after the one before, the figures added to `rounds`; `engines` are the process ids
+    of Tracewire's by their models' names.
     """
     ways: list[tuple[str, Any]] = []
     for name, role in roles.items():
@@ -312,22 +349,16 @@ async def one_round(
         if answer["tokens"] != wanted:
             raise RuntimeError(f"{name}: {answer['tokens']} of {wanted} tokens")
         rounds.setdefault(name, []).append(answer)
-    over_the_bus = [
-        ("tracewire", workload),
-        ("declared", {**workload, "saves": f"declared:{workload['saves']}"}),
-        ("steered", {**workload, "saves": "steered"}),
-        ("bystander", {**workload, "saves": "none"}),
-    ]
-    for name, work in over_the_bus if workload["layers"] else over_the_bus[::3]:
+    for name, work, model, process in over_the_bus(workload, engines):
         await anyio.sleep(settle_s)
-        before, own = cpu_seconds(engine), time.process_time()
+        before, own = cpu_seconds(process), time.process_time()
         with on_cores(cores):
-            answer = await tracewire_round(url, work)
+            answer = await tracewire_round(url, work, model)
         if answer["tokens"] != wanted:
             raise RuntimeError(f"{name}: {answer['tokens']} of {wanted} tokens")
         if bool(answer["raw"]) == (work["saves"] == "none"):
             raise RuntimeError(f"{name}: {answer['raw']} bytes were saved")
-        after = cpu_seconds(engine)
+        after = cpu_seconds(process)
         answer["cpu_s"] = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
         answer["cpu_s"]["subscriber"] = round(time.process_time() - own, 3)
         rounds.setdefault(name, []).append(answer)
@@ -361,14 +392,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         wanted.append(("own", "own", {}))
     if not options.only_plain:
         wanted.append(("nnsight", "nnsight", {}))
-    engines: list[subprocess.Popen[str]] = []
+    engines: dict[str, subprocess.Popen[str]] = {}
     one_by_one = anyio.CapacityLimiter(len(wanted) + 1 if options.at_once else 1)
     async with EmbeddedServer.start() as server:
 
-        async def start_ours() -> None:
+        async def start_ours(name: str, blocks: str) -> None:
             async with one_by_one:
-                print("starting: tracewire", file=sys.stderr)
-                engines.append(await anyio.to_thread.run_sync(start_engine, server.url, setup, folder))
+                print(f"starting: tracewire, blocks {blocks}", file=sys.stderr)
+                engines[name] = await anyio.to_thread.run_sync(start_engine, server.url, setup, folder, blocks)
 
         async def start_role(name: str, kind: str, more: dict[str, Any]) -> None:
             async with one_by_one:
@@ -377,25 +408,27 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
         try:
             async with turn(options.turns, fcntl.LOCK_SH), anyio.create_task_group() as group:
-                group.start_soon(start_ours)
+                group.start_soon(start_ours, NAME, "inline")
+                if options.hosted:
+                    group.start_soon(start_ours, HOSTED, "host")
                 for one in wanted:
                     group.start_soon(start_role, *one)
-            (engine,) = engines
+            processes = {name: engine.pid for name, engine in engines.items()}
             roles = {name: roles[name] for name, _, _ in wanted}
-            cores = os.sched_getaffinity(0) if options.anywhere else left_by_workers(engine.pid)
+            cores = os.sched_getaffinity(0) if options.anywhere else left_by_workers(processes[NAME])
             for thread in psutil.Process(server.pid).threads():
                 os.sched_setaffinity(thread.id, cores)
             for number in range(options.rounds + 1):
                 async with turn(options.turns):
-                    await one_round(workload, roles, server.url, engine.pid, cores, rounds, options.settle)
+                    await one_round(workload, roles, server.url, processes, cores, rounds, options.settle)
                 said = {name: round(found[-1]["tokens"] / found[-1]["seconds"]) for name, found in rounds.items()}
                 print(f"round {number}{' (warm-up)' if not number else ''}: {said}", file=sys.stderr)
         finally:
-            for engine in engines:
+            for engine in engines.values():
                 engine.terminate()
             for role in roles.values():
                 role.stop()
-            for engine in engines:
+            for engine in engines.values():
                 try:
                     engine.wait(60)
                 except subprocess.TimeoutExpired:
@@ -436,7 +469,10 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
             f"{name}_to_plain": round(
                 median(speed_of(one) / speed_of(base) for one, base in zip(kept[name], base_rounds, strict=True)), 3
             )
-            for name in ("declared", "steered", "bystander", "own", "plain_first_runner", "plain_synchronous")
+            for name in (
+                *("declared", "steered", "bystander", "own", "plain_first_runner", "plain_synchronous"),
+                *("tracewire_host", "writing", "writing_host"),
+            )
             if name in kept
         },
         "latency_ms": quantiles([latency for one in ours for latency in one["latencies"]]),
@@ -454,6 +490,10 @@ def summary(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         },
         "cpu_s": {name: found[-1]["cpu_s"] for name, found in kept.items()},
     }
+    for inline in ("tracewire", "writing"):
+        if (hosted := f"{inline}_host") in kept:
+            pairs = zip(kept[hosted], kept[inline], strict=True)
+            figures[f"{hosted}_to_inline"] = round(median(speed_of(one) / speed_of(two) for one, two in pairs), 3)
     for other in ("final_only", "rpc_per_output"):
         if other in speed:
             figures[f"ratio_to_{other}"] = round(speed["tracewire"] / speed[other], 3)
@@ -485,6 +525,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--synchronous", action="store_true", help="plain vLLM on its first runner without async scheduling as well"
+    )
+    parser.add_argument(
+        "--hosted", action="store_true", help="an engine with --blocks host, and blocks that write, besides"
     )
     parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")

@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
 def settings_of(module: torch.nn.Module, **options: Any) -> HostSettings:
     """The settings of hosts for a model with a list of layers at `model.layers`."""
     readable = ["/usr", "/lib", "/lib64", "/proc/self", *filter(None, sys.path), *sysconfig.get_paths().values()]
-    given: dict[str, Any] = {"vocabulary": VOCABULARY, "block_timeout": 5.0, "step_timeout": 0.8, "readable": readable}
+    given: dict[str, Any] = {"vocabulary": VOCABULARY, "block_timeout": 9.0, "step_timeout": 3.0, "readable": readable}
     given |= options
     return HostSettings(modules=outline_of(module), layers="model.layers", **given)
 

@@ -157,7 +157,7 @@ class Driver:
             wanted = _limit(settings, waits=turn.waits)
             if wanted != limit:
                 limit = wanted
-                time_limit.limit_turns(limit)
+                time_limit.limit_turns(limit, alone=True)
             self._names += turn.names
             reply = Reply()
             for event in turn.events:
@@ -285,7 +285,7 @@ def start(settings: HostSettings) -> None:
     inc()
     save_marks.install()
     time_limit.keep_modules(("nnsight", "tracewire"), save_marks.remount)
-    time_limit.limit_turns(settings.block_timeout)
+    time_limit.limit_turns(settings.block_timeout, alone=True)
     os.environ.clear()
 
 

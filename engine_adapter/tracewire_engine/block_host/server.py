@@ -27,10 +27,12 @@ def main() -> None:
     from tracewire_engine.block_host import confinement
     from tracewire_engine.block_host.driver import Driver, start  # noqa: F401 (imported before the forks)
     from tracewire_engine.link.host_channel import receive_descriptors, send_descriptors
+    from tracewire_engine.link.thread_names import name_thread
     from tracewire_engine.protocol.block_host import HostSettings
 
     control = socket.socket(fileno=int(sys.argv[1]))
     confinement.die_with_parent()
+    name_thread("blocks")
     _, (described,) = receive_descriptors(control)
     with open(described, "rb") as file:
         settings = msgspec.msgpack.decode(file.read(), type=HostSettings)

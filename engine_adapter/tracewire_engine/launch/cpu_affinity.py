@@ -14,10 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from tracewire_engine.link.thread_names import NAMED
+
 __all__ = ["keep_off_workers"]
 
-#: The prefix of the names of ZeroMQ's threads, which start with the cores of the thread that makes the first socket.
-_SENDING = "ZMQbg/"
+#: The prefixes of the names of threads that start with the cores of the worker's thread, and compute no model: those of
+#: ZeroMQ, and those that run blocks (`NAMED` of `link/thread_names.py`).
+_FREE = ("ZMQbg/", NAMED)
 
 
 def keep_off_workers() -> set[int]:
@@ -37,9 +40,9 @@ def keep_off_workers() -> set[int]:
     for process in psutil.Process().children(recursive=True):
         threads = list(_threads(process.pid))
         # The threads that compute the model are each bound to one core.
-        model = [cores for _, name, cores in threads if cores < own and not name.startswith(_SENDING)]
+        model = [cores for _, name, cores in threads if cores < own and not name.startswith(_FREE)]
         bound.update(*model)
-        free += [thread for thread, name, _ in threads if not model or name.startswith(_SENDING)]
+        free += [thread for thread, name, _ in threads if not model or name.startswith(_FREE)]
     rest = own - bound
     if not bound or not rest:
         return set()

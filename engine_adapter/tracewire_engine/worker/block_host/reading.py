@@ -11,7 +11,7 @@ read, and only known methods and functions called. Nothing may be assigned to th
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -82,6 +82,8 @@ _ATTRIBUTES = _words(
 _SIDES = {"output": "output", "input": "input", "inputs": "input"}
 _RUN = frozenset({"logits", "samples"})
 
+_numbers = msgspec.msgpack.Decoder(int | list[int])
+
 _variables = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
@@ -147,7 +149,7 @@ def reads_of(block: Block, paths: ModelPaths) -> frozenset[str] | None:
 class _Reader:
     """Goes through one block."""
 
-    def __init__(self, block: Block, paths: ModelPaths, variables: Iterable[str]) -> None:
+    def __init__(self, block: Block, paths: ModelPaths, variables: Mapping[str, msgspec.Raw]) -> None:
         self._paths = paths
         self._found: set[str] = set()
         model, tracer, live = block.parameters
@@ -159,11 +161,35 @@ class _Reader:
         self._names.update({model: _Modules(("model",)), tracer: _Named("tracer"), live: _Named("live")})
         self._given = frozenset(self._names)
         self._assigned: dict[str, list[ast.expr | None]] = {}
+        #: The numbers that a name can stand for, and those in a list, where they are known.
+        self._numbers: dict[str, tuple[int, ...]] = {}
+        self._lists: dict[str, tuple[int, ...]] = {}
+        for name, encoded in variables.items():
+            self._know(name, encoded)
 
     def read(self, tree: ast.Module) -> frozenset[str]:
         self._collect(tree)
         self._body(tree.body)
         return frozenset(self._found)
+
+    def _know(self, name: str, encoded: msgspec.Raw) -> None:
+        """Note a variable that is a number, or a list of some."""
+        try:
+            found = _numbers.decode(encoded)
+        except msgspec.DecodeError:
+            return
+        if isinstance(found, list):
+            self._lists[name] = tuple(found)
+        else:
+            self._numbers[name] = (found,)
+
+    def _run_through(self, target: ast.expr, values: ast.expr) -> None:
+        """Note the numbers that the variable of a loop can stand for."""
+        if not isinstance(target, ast.Name) or len(self._assigned[target.id]) > 1:
+            return
+        known = self._lists.get(values.id) if isinstance(values, ast.Name) else _numbers_in(values)
+        if known is not None:
+            self._numbers[target.id] = known
 
     def _collect(self, tree: ast.Module) -> None:
         """Note what each name is assigned; `None` stands for something that only running the block can tell."""
@@ -173,6 +199,11 @@ class _Reader:
                     self._bind(target, node.value)
             elif isinstance(node, ast.For | ast.comprehension):
                 self._bind(node.target, None)
+        # A list that the block could extend says nothing.
+        loops = [node.iter for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
+        used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        looped = [node.id for node in loops if isinstance(node, ast.Name)]
+        self._lists = {name: held for name, held in self._lists.items() if used.count(name) == looped.count(name)}
         if not self._given.isdisjoint(self._assigned) or not _BUILTINS.isdisjoint(self._assigned):
             raise _Writes
         for name in self._assigned:
@@ -208,6 +239,7 @@ class _Reader:
                 kind = _Modules(tuple(self._items(kind)), several=True)
             self._target(node.target, _Modules(kind.paths) if isinstance(kind, _Modules) and kind.several else _VALUE)
             self._loops(kind)
+            self._run_through(node.target, node.iter)
             self._body(node.body)
             self._body(node.orelse)
         elif isinstance(node, ast.If):
@@ -274,14 +306,15 @@ class _Reader:
 
     def _parts(self, node: ast.AST) -> None:
         """Go through the parts of an expression that only combines values."""
-        for part in ast.iter_child_nodes(node):
+        parts = list(ast.iter_child_nodes(node))
+        for part in parts:
             if isinstance(part, ast.comprehension):
-                kind = self._expression(part.iter)
-                if kind is not _VALUE:
-                    raise _Writes
+                self._value(part.iter)
+                self._run_through(part.target, part.iter)
                 for condition in part.ifs:
                     self._value(condition)
-            elif isinstance(part, ast.expr):
+        for part in parts:
+            if isinstance(part, ast.expr):
                 self._value(part)
 
     def _attribute(self, node: ast.Attribute) -> _Kind:
@@ -333,6 +366,9 @@ class _Reader:
 
     def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:
         items = self._items(kind)
+        known = self._numbers.get(index.id) if isinstance(index, ast.Name) else None
+        if known is not None and all(-len(items) <= place < len(items) for place in known):
+            return _Modules(tuple(items[place] for place in known))
         try:
             place = ast.literal_eval(index)
         except ValueError:
@@ -397,6 +433,20 @@ _PLAIN = (
 )
 
 _DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def _numbers_in(node: ast.expr) -> tuple[int, ...] | None:
+    """The numbers that an expression goes through, if it is a literal or a `range` of literals."""
+    try:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+            steps = range(*[ast.literal_eval(one) for one in node.args])
+            return tuple(steps) if len(steps) <= MOST else None
+        found = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+    if isinstance(found, list | tuple) and all(type(one) is int for one in found):
+        return tuple(found)
+    return None
 
 
 def _is_container(node: ast.expr) -> bool:

@@ -20,6 +20,7 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.link.host_channel import ChannelClosed
+from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
@@ -87,6 +88,7 @@ class ReportThread:
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        name_thread("reports")
         self._link = self._connect()
         while True:
             self._check_patience()

@@ -144,13 +144,14 @@ def _keep_termination(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(number)
 
 
-def limit_turns(seconds: float) -> None:
+def limit_turns(seconds: float, *, alone: bool = False) -> None:
     """Limit the time of each block in each step. Called once, on the process's main thread.
 
     On another thread no timer can interrupt blocks; this then logs a warning and sets no limit.
 
     Args:
         seconds: 0 for no limit.
+        alone: whether the process runs blocks only, and another process ends it if the signal is of no avail.
     """
     global _limit_s, _guarding, _monitor
     if threading.current_thread() is not threading.main_thread():
@@ -160,7 +161,7 @@ def limit_turns(seconds: float) -> None:
     _guarding = True
     _guard()
     forbidden_calls.install(lambda: _running is not None)
-    if _limit_s and _monitor is None:
+    if _limit_s and _monitor is None and not alone:
         _monitor = TurnMonitor(_overdue_s)
         _monitor.start()
 

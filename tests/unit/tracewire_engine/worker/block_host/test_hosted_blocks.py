@@ -145,7 +145,7 @@ def test_a_block_calls_modules_and_reads_their_weights(served: HostedModel) -> N
 
 
 def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
-    impatient = HostedModel(step_s=1.0, pool=served.pool)
+    impatient = HostedModel(step_s=4.0, pool=served.pool)
     found = impatient.run({"loops": LOOPS, "stuck": STUCK, "reads": READS})
     for name in ("loops", "stuck"):
         finish = found[name].finish

@@ -125,6 +125,26 @@ def test_what_comes_with_a_block_counts() -> None:
     assert reads("x = layer.output", modules={}, paths={"layer": "model.layers.1"}) == outputs(1)
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("for i in which:\n    h = model.model.layers[i].output[0]", outputs(1, 3)),
+        ("h = [model.model.layers[i].output[0] for i in which]", outputs(1, 3)),
+        ("h = model.model.layers[one].output", outputs(2)),
+        ("for i in range(1, 3):\n    h = model.residual(i).output", outputs(1, 2)),
+        ("for i in [0]:\n    h = model.model.layers[i].output", outputs(0)),
+        ("for i in [0]:\n    h = model.model.layers[i].output\nfor i in [1]:\n    pass", outputs(0, 1, 2, 3)),
+        ("for i in mixed:\n    h = model.model.layers[i].output", outputs(0, 1, 2, 3)),
+        ("which.append(0)\nfor i in which:\n    h = model.model.layers[i].output", outputs(0, 1, 2, 3)),
+        ("w = which\nfor i in which:\n    h = model.model.layers[i].output", outputs(0, 1, 2, 3)),
+        ("for i in [7]:\n    h = model.model.layers[i].output", outputs(0, 1, 2, 3)),
+    ],
+)
+def test_numbers_that_are_known_say_which_layers(source: str, found: frozenset[str]) -> None:
+    variables = pack({"which": [1, 3], "one": 2, "mixed": [1, "a"]})
+    assert reads(source, modules={}, variables=variables) == found
+
+
 def test_a_block_of_very_many_locations_is_waited_for() -> None:
     many = ModelPaths(
         [
@@ -133,7 +153,7 @@ def test_a_block_of_very_many_locations_is_waited_for() -> None:
         ],
         "model.layers",
     )
-    source = "for i in range(2):\n    x = model.model.layers[i].output"
+    source = "i = int(live.layer)\nx = model.model.layers[i].output"
     assert reads_of(Block(name="block", source=source), many) is None
 
 
