@@ -101,7 +101,7 @@ def _looked(tmp_path: Path, arguments: list[str], secrets: dict[str, str], pass_
     (module / "secret.py").write_text(Path(secret.__file__).read_text())
     (module / "cli.py").write_text(_LOOK)
     plain = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    command = [sys.executable, "-m", "tracewire_engine.launch.cli", *arguments]
+    command = [sys.executable, "-m", "tracewire_engine.launch", *arguments]
     done = subprocess.run(
         command,
         env={**plain, "PYTHONPATH": str(tmp_path), "PYTHONUTF8": "1", **secrets},
