@@ -487,7 +487,7 @@ def _collected(runner: Any, request: Request) -> dict[str, Any]:
     book[request.id] = request
     payload = runner.collect_nnsight(ids, ids)
     book.pop(request.id, None)
-    sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301
+    sequences = pickle.loads(payload)[request.stem]["sequences"] if payload else {}  # noqa: S301  # nosec B301
     saves: dict[str, Any] = sequences[0]["saves"]
     return saves
 
