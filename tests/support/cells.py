@@ -26,7 +26,7 @@ async def run_cell(cell: str, name: str, scope: dict[str, Any]) -> Any:
     if isinstance(last := tree.body[-1], ast.Expr):
         tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("_", ast.Store())], last.value), last)
     code = compile(ast.fix_missing_locations(tree), name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    found = eval(code, scope)  # noqa: S307  (what the notebook itself holds)
+    found = eval(code, scope)
     if inspect.isawaitable(found):
         await found
     return scope.pop("_", None)

@@ -46,6 +46,8 @@ RUN_BY = {
         "tests/examples/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
     ),
     "curl": _CHAT,
+    "python -m tests.e2e.security.fuzz": "tests/e2e/security/test_fuzz.py::test_the_command_prints_one_last_line",
+    "tracewire engine MODEL --sandbox": "tests/e2e/security/test_sandbox.py::test_an_engine_serves_from_the_sandbox",
     "python -m tests.faults.harness.soak": "tests/test_commands.py::test_soak",
     "python examples/products/steered_answer.py": (
         "tests/examples/test_products.py::test_an_answer_of_openai_s_client_is_steered_by_http"

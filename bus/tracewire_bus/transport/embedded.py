@@ -233,7 +233,7 @@ class _Folder:
 
 def _private_folder() -> Path:
     """A new folder that only this user can enter, with a path short enough for a socket."""
-    for parent in (tempfile.gettempdir(), "/tmp"):
+    for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108  # nosec B108
         if len(os.fsencode(os.path.join(parent, f"{_PREFIX}12345678", "redis.sock"))) < MAX_SOCKET_PATH:
             try:
                 # `mkdtemp` creates the folder with mode 0700.
@@ -248,7 +248,7 @@ def _private_folder() -> Path:
 
 def _remove_leftovers() -> None:
     """Remove the folders of servers whose owners were killed."""
-    for parent in {tempfile.gettempdir(), "/tmp"}:
+    for parent in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108  # nosec B108
         for path in Path(parent).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 if path.is_symlink() or path.stat().st_uid != os.getuid():

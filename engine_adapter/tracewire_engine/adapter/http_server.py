@@ -245,7 +245,7 @@ class HttpApi:
     def url(self) -> str:
         """The base URL for clients. For a wildcard address it names this host."""
         host, port = self._address
-        if host in ("0.0.0.0", "::"):
+        if host in ("0.0.0.0", "::"):  # noqa: S104  # nosec B104
             host = socket.gethostname()
         return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes as new_secret
@@ -42,6 +42,7 @@ from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
+from .sandbox import SandboxError, sandbox
 from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
@@ -142,7 +143,11 @@ def _adapter(
     options.adapters = options.adapters or default_count(vllm_arguments)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            return _serve(vllm_arguments, options)
+            hidden = [Path(options.url_file)] if options.url_file else []
+            with sandbox(hidden=hidden) if options.sandbox else nullcontext():
+                return _serve(vllm_arguments, options)
+        if options.sandbox:
+            raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
         from vllm.platforms import current_platform
 
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
@@ -151,7 +156,7 @@ def _adapter(
     except ClusterUnavailable as error:
         # With status 1 the supervisor tries again: a machine of the cluster may be away for a while.
         return _refuse(error, 1)
-    except (ClusterError, UnsupportedSetting) as error:
+    except (ClusterError, UnsupportedSetting, SandboxError) as error:
         return _refuse(error)
     finally:
         if options.listener is not None:

@@ -350,6 +350,12 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="an option of vLLM's HTTP server (repeatable), for example --openai-option=--chat-template=FILE",
     )
     group.add_argument(
+        "--sandbox",
+        action="store_true",
+        help="run the processes that run blocks without network, with a read-only root, no privileges and a filter of "
+        "system calls; needs bubblewrap (docs/security.md says what it does not contain)",
+    )
+    group.add_argument(
         "--first-answer",
         type=seconds(0),
         default=600.0,

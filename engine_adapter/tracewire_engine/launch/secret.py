@@ -37,7 +37,7 @@ URL, API_KEY = "TRACEWIRE_URL", "VLLM_API_KEY"
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 #: Environment variables with tokens of other hubs, whose clients read them from no file.
 _OTHER_HUBS = ("MODELSCOPE_API_TOKEN",)
-_HF_TOKEN = "--hf-token"
+_HF_TOKEN = "--hf-token"  # noqa: S105  (the name of an option)
 #: Environment variable with the file descriptor of the pipe from which a process reads its secrets.
 _HANDED = "TRACEWIRE_HANDED"
 #: How many bytes a pipe holds without a reader, at least.

@@ -32,7 +32,7 @@ def test_an_error_is_of_the_builtin_class_that_the_block_raised(name: str) -> No
     assert isinstance(raised, getattr(builtins, name)) == (name not in LEFT_OUT)
     assert isinstance(raised, TraceFailed)
     text = f"{name}: no\n  at mine.py:3\n    x()"
-    for one in (raised, copy.copy(raised), copy.deepcopy(raised), pickle.loads(pickle.dumps(raised))):  # noqa: S301
+    for one in (raised, copy.copy(raised), copy.deepcopy(raised), pickle.loads(pickle.dumps(raised))):
         assert type(one) is type(raised)
         assert str(one) == text
         assert one.args == (text,)
@@ -61,7 +61,7 @@ def test_an_old_engine_says_the_type_only() -> None:
 def test_a_failed_trace_s_error_is_whole_after_a_copy() -> None:
     raised = TraceFailed("late", trace_id="t", status="expired", type="DeadlineExceeded")
     raised.add_note("a note")
-    for one in (copy.copy(raised), pickle.loads(pickle.dumps(raised))):  # noqa: S301
+    for one in (copy.copy(raised), pickle.loads(pickle.dumps(raised))):
         assert str(one) == "trace t expired: DeadlineExceeded: late"
         assert (one.trace_id, one.status, one.type, one.message) == ("t", "expired", "DeadlineExceeded", "late")
         assert one.__notes__ == ["a note"]
