@@ -27,7 +27,8 @@ HOST = """
 FROM localhost/tracewire-engine-cpu
 USER root
 RUN apt-get update && apt-get install -y --no-install-recommends curl openssl redis-server systemd systemd-sysv
-RUN rm -f /usr/local/bin/redis-* && mkdir /opt/tracewire && ln -s /usr/local /opt/tracewire/venv
+RUN systemctl disable redis-server && rm -f /usr/local/bin/redis-*
+RUN mkdir /opt/tracewire && ln -s /usr/local /opt/tracewire/venv
 COPY deploy /deploy
 ENTRYPOINT ["/sbin/init"]
 """
