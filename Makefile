@@ -44,7 +44,7 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	@echo "setup: Tracewire itself"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
-	@echo "setup: done"
+	@echo "setup: done; '. $(BIN)/activate' puts tracewire on PATH"
 
 demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends with one JSON object
 	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)

@@ -81,9 +81,9 @@ def _as_pip_here(folder: Path) -> list[str]:
 
 
 def _with_siblings(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """The folders of those paths that are here: an index's pages refer to files beside its own folder."""
-    folders = {Path(path).parent for path in paths if path.startswith("/") and Path(path).exists()}
-    folders |= {Path(path) for path in paths if path.startswith("/") and Path(path).is_dir()}
+    """The folders of those paths that are here: an index's pages refer to files beside its folder `simple`."""
+    here = [Path(path) for path in paths if path.startswith("/") and Path(path).exists()]
+    folders = {path if path.is_dir() and path.name != "simple" else path.parent for path in here}
     return [(str(one), str(one)) for one in sorted(folders)]
 
 

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,8 @@ __all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent"]
 MAX_SOCKET_PATH: Final = 100
 
 _PREFIX: Final = "tracewire-redis-"
+#: What Redis says of a port that it cannot have.
+_TAKEN: Final = re.compile(r"socket [^\s]*:(\d+): bind: Address already in use")
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -140,8 +143,11 @@ class EmbeddedServer:
         with anyio.move_on_after(self._timeout_s):
             while True:
                 if process.poll() is not None:
+                    log = folder.log_tail()
+                    if taken := _TAKEN.search(log):
+                        raise EmbeddedServerError(f"another program listens on port {taken[1]} of this machine")
                     raise EmbeddedServerError(
-                        f"the embedded Redis ended with {process.returncode} as it started:\n{folder.log_tail()}"
+                        f"the embedded Redis ended with {process.returncode} as it started:\n{log}"
                     )
                 if await _answers(folder.socket):
                     return

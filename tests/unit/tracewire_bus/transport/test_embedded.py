@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -127,6 +128,14 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
         async with EmbeddedServer.start():
             pytest.fail("not reached")
     assert set(psutil.Process().children()) <= before
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EmbeddedServerError, match=f"^another program listens on port {port} of this machine$"):
+            async with EmbeddedServer.start(port=port):
+                pass
 
 
 async def test_a_server_that_does_not_start_is_reported_with_its_log(
