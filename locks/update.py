@@ -35,7 +35,19 @@ LOCKS = (ROOT / "locks" / "torch-cpu.txt", ROOT / "locks" / "cpu.txt")
 LEFT_OUT = frozenset({"torchaudio", "torchcodec", "torchvision"})
 
 #: The extras of the project that the locks hold.
-EXTRAS = ("cli", "dev", "embedded", "engine-cpu", "gateway", "harvest", "ray", "tokenizer", "tracing", "trio")
+EXTRAS = (
+    "cli",
+    "dev",
+    "embedded",
+    "engine-cpu",
+    "gateway",
+    "harvest",
+    "notebook",
+    "ray",
+    "tokenizer",
+    "tracing",
+    "trio",
+)
 
 #: The versions of Python that the locks are for.
 PYTHONS = ("3.11", "3.12")

@@ -24,8 +24,8 @@ __all__ = ["ROOMS", "TrioFunction", "pytest_fixture_setup", "pytest_generate_tes
 _TESTS = Path(__file__).resolve().parents[1]
 #: Folders whose tests run on trio, too.
 ROOMS = tuple(_TESTS / room for room in ("unit/tracewire", "unit/tracewire_bus"))
-#: What runs in a process or on a thread of its own, which is asyncio's.
-_ELSEWHERE = tuple(_TESTS / "unit" / "tracewire" / room for room in ("blocking", "cli", "gateway"))
+#: What runs in a process or on a thread of its own, or in a notebook's kernel, which is asyncio's.
+_ELSEWHERE = tuple(_TESTS / "unit" / "tracewire" / room for room in ("blocking", "cli", "gateway", "notebook"))
 #: Modules whose contexts run an adapter.
 _ADAPTERS = frozenset(f"tests.support.{module}" for module in ("drained", "redis_loss", "scripted_engine", "served"))
 #: Modules whose tests on trio are left to `make test-full`: what they are about is done by Redis, or takes long.

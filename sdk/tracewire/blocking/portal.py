@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Final, Generic, TypeVar
 
@@ -81,6 +81,13 @@ class Portal:
             # The caller's thread was interrupted, as by a KeyboardInterrupt.
             future.cancel()
             raise
+
+    def spawn(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine function on the event loop, in a task of its own. A closed client runs nothing more."""
+        try:
+            self._running().start_task_soon(function)
+        except ClientClosed:
+            pass
 
     def leave(self, close: Callable[[], Awaitable[None]]) -> None:
         """Close a handle on the event loop, unless its client was closed, which closed the handle."""
@@ -187,6 +194,18 @@ class Bridge(Generic[T]):
 
     def __repr__(self) -> str:
         return repr(self._async)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """What the object of the async client shows in a notebook."""
+        bundle = getattr(self._async, "_repr_mimebundle_", None)
+        return {"text/plain": repr(self)} if bundle is None else bundle(include, exclude)
+
+    def _ipython_display_(self) -> None:
+        """Show a trace live, as the async client does, on this client's event loop."""
+        display = getattr(self._async, "_ipython_display_", None)
+        if display is None:
+            raise NotImplementedError
+        display(self._portal.spawn)
 
     @classmethod
     def _of(cls, bridge: Bridge[Any], target: T) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from tracewire.errors import AmbiguousResult, TextChanged
 
@@ -22,10 +23,20 @@ class EventStream(Reader, Generic[E]):
     """An async iterator of a trace's events."""
 
     _trace_id: str
+    _session: Any
 
     @abstractmethod
     async def __anext__(self) -> E:
         """The next event."""
+
+    def _ipython_display_(self, spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None] | None = None) -> None:
+        """Show the trace in a notebook, live. A trace that was not started is started, as reading it does.
+
+        Raises:
+            NotImplementedError: no notebook's kernel runs here, so that IPython shows the object as any other.
+        """
+        # By name, because the notebook's room lies above this one.
+        import_module("tracewire.notebook.live").show(self, spawn)
 
     async def outputs(self) -> AsyncIterator[Output]:
         """The outputs alone, as they come. Each item is read once: this and iterating share the items.

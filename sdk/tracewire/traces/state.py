@@ -5,7 +5,7 @@ The caller may change the lists and dicts in a state. Its arrays are shared and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from tracewire_bus.wire.messages import SHARED_INVOKE, Accepted, ChatMessage, Fa
 from .values import Values, library
 
 if TYPE_CHECKING:
+    from tracewire.rendering.page import Mark, Page
     from tracewire_bus.domain.fold import Fold
 
 __all__ = ["Choice", "Invoke", "Result", "Saves", "State"]
@@ -39,6 +40,12 @@ class Saves(Values):
 
     def __missing__(self, name: Any) -> Any:
         raise SaveMissing(self._trace_id, name, self, self._reasons.get(name, ""), self._ended)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """A table of them, as notebooks show it."""
+        from tracewire.rendering.page import saves_html, saves_text
+
+        return {"text/html": saves_html(self), "text/plain": saves_text(self) or "{}"}
 
 
 class Choice(msgspec.Struct):
@@ -200,9 +207,52 @@ class State:
         saves = f", saves {', '.join(names)}" if names else ""
         return f"<{type(self).__name__} of {self.trace_id}: {self.status or 'running'}, {tokens} tokens{saves}>"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """The text, plots and a table of the saves, as notebooks show them."""
+        from tracewire.rendering.page import as_html, as_text
+
+        page = self._page()
+        return {"text/html": as_html(page), "text/plain": as_text(page)}
+
+    def _page(
+        self,
+        pieces: Mapping[tuple[int, int], Sequence[str]] = MappingProxyType({}),
+        marks: Mapping[tuple[int, int], Sequence[Mark]] = MappingProxyType({}),
+    ) -> Page:
+        """What a rendering shows. `pieces` are the texts of tokens, and `marks` where it was steered, by choice."""
+        from tracewire.rendering.page import Page, SequenceShown
+
+        choices = [choice for invoke in self.invokes for choice in invoke.choices]
+        several = len(choices) > 1
+        return Page(
+            title=f"Trace {self.trace_id}",
+            status=self.status or ("paused" if self.paused else "running"),
+            details=f"{sum(len(choice.token_ids) for choice in choices)} tokens",
+            problem="" if self.error is None else self.error.message,
+            sequences=[
+                SequenceShown(
+                    title=f"prompt {one.invoke + 1}, choice {one.choice + 1}" if several else "",
+                    pieces=_pieces(one, pieces.get((one.invoke, one.choice))),
+                    tokens=len(one.token_ids),
+                    saves=one.saves,
+                    marks=marks.get((one.invoke, one.choice), ()),
+                )
+                for one in choices
+            ],
+            shared=self.shared,
+        )
+
 
 class Result(State):
     """A trace at its end, compared with the engine's digests."""
+
+
+def _pieces(choice: Choice, known: Sequence[str] | None) -> Sequence[str]:
+    """The text of each token, or the whole text as one piece where the tokens' texts are not known."""
+    for pieces in (known, choice.token_strings):
+        if pieces is not None and len(pieces) == len(choice.token_ids) and "".join(pieces) == choice.text:
+            return pieces
+    return [choice.text] if choice.text else []
 
 
 def _saves(fold: Fold, trace_id: str, invoke: int, choice: int) -> Saves:

@@ -112,6 +112,11 @@ class Trace(EventStream[Item]):
             parts.append(f"attempt {fold.attempt}")
         return f"<Trace {self.id} of {self.model}: {', '.join(parts)}>"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """What this handle has read, as notebooks keep it."""
+        bundle = self.state()._repr_mimebundle_()
+        return {**bundle, "text/plain": repr(self)}
+
     @property
     def _known_as(self) -> object:
         """The object that stands for this trace in the caller's code."""

@@ -49,8 +49,8 @@ class Stand:
     """A gateway, a scripted engine and a client on a bus of their own."""
 
     def __init__(self, url: str, prefix: str, engine: ShownEngine, steps: Steps, client: Client) -> None:
-        self._url = url
-        self._prefix = prefix
+        self.url = url
+        self.prefix = prefix
         self.engine = engine
         self.steps = steps
         self.client = client
@@ -60,7 +60,7 @@ class Stand:
 
     def gateway(self, **settings: Any) -> AbstractAsyncContextManager[Served]:
         """A gateway, each time at the same address."""
-        return serving_gateway(self._url, self._prefix, port=self._port, **settings)
+        return serving_gateway(self.url, self.prefix, port=self._port, **settings)
 
     async def trace(self, name: str, tokens: int = 10_000, prompt: str = "Read", **options: Any) -> str:
         """Submit a trace, which runs on by itself, and return its id."""

@@ -1,6 +1,6 @@
 // Numbers as colours. A scale has eight steps on each side of its middle; the style sheet has the colours of the steps.
 
-import { onTheme } from "./settings.js";
+import { onTheme, themeRoot } from "./theme.js";
 
 export const STEPS = 8;
 
@@ -62,8 +62,13 @@ onTheme(() => (cached = null));
 /** The colours of the theme in use, for what draws on a canvas: by the names of the style sheet's variables. */
 export function palette() {
   if (cached) return cached;
-  const style = getComputedStyle(document.documentElement);
-  const read = (name) => style.getPropertyValue(`--${name}`).trim();
+  // A property may hold `light-dark(...)`. As the colour of an element it is resolved.
+  const probe = document.createElement("span");
+  themeRoot().append(probe);
+  const read = (name) => {
+    probe.style.color = `var(--${name})`;
+    return getComputedStyle(probe).color;
+  };
   const names = ["text", "muted", "line", "surface", "sunken", "accent", "pos", "neg", "mark"];
   const found = Object.fromEntries(names.map((name) => [name, read(name)]));
   found.series = [1, 2, 3, 4, 5, 6].map((number) => read(`series${number}`));
@@ -71,11 +76,12 @@ export function palette() {
   for (let step = -STEPS; step <= STEPS; step++) {
     found.steps[step] = mixed(found.surface, step < 0 ? found.neg : found.pos, Math.abs(step) / STEPS);
   }
+  probe.remove();
   return (cached = found);
 }
 
 function mixed(from, to, part) {
-  const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const channels = (colour) => colour.match(/\d+/g).slice(0, 3).map(Number);
   const [a, b] = [channels(from), channels(to)];
   return `rgb(${a.map((value, index) => Math.round(value + (b[index] - value) * part)).join(" ")})`;
 }

@@ -1,6 +1,5 @@
 // Controls of a trace: its live parameters, pause and cancel.
 
-import { api } from "./api.js";
 import { niceAbove } from "./colours.js";
 import { announce, el, newId, setText } from "./dom.js";
 
@@ -80,7 +79,7 @@ class Parameter {
       this.slider.value = this.field.value = value;
     } else if (this.box) {
       this.box.checked = value;
-    } else if (document.activeElement !== this.field) {
+    } else if (this.field.getRootNode().activeElement !== this.field) {
       const text = JSON.stringify(value);
       if (this.field.value !== text) this.field.value = text;
     }
@@ -98,8 +97,10 @@ class Parameter {
 
 /** The live parameters of a trace. Of fast changes, only the latest waits for the one that is on its way. */
 export class LiveParameters {
-  constructor(id) {
+  /** `api` steers: `steer(id, values)` resolves to `{version}`. */
+  constructor(id, api) {
     this.id = id;
+    this.api = api;
     this.parameters = new Map();
     this.next = {};
     this.busy = false;
@@ -136,7 +137,7 @@ export class LiveParameters {
       while (Object.keys(this.next).length) {
         const values = this.next;
         this.next = {};
-        const { version } = await api.steer(this.id, values);
+        const { version } = await this.api.steer(this.id, values);
         this.version = Math.max(this.version, version);
         this.fail(null);
         await new Promise((resolve) => setTimeout(resolve, BETWEEN_MS));
@@ -158,8 +159,10 @@ export class LiveParameters {
 
 /** Pause, resume and cancel. */
 export class Buttons {
-  constructor(id) {
+  /** `api` has `pause`, `resume`, `cancel` and `refusal`. */
+  constructor(id, api) {
     this.id = id;
+    this.api = api;
     this.pause = el("button", { type: "button", onclick: () => this.act(this.isPaused ? "resume" : "pause") }, "Pause");
     this.cancel = el("button", { type: "button", class: "danger", onclick: () => this.act("cancel") }, "Cancel");
     this.error = el("span", { class: "error", role: "alert" });
@@ -168,7 +171,7 @@ export class Buttons {
 
   async act(what) {
     try {
-      await api[what](this.id, "");
+      await this.api[what](this.id, "");
       setText(this.error, "");
     } catch (problem) {
       setText(this.error, problem.message);
@@ -178,7 +181,7 @@ export class Buttons {
   update(state) {
     this.isPaused = state.status === "paused";
     setText(this.pause, this.isPaused ? "Resume" : "Pause");
-    const refusal = state.isOver ? "The trace has ended." : api.refusal("steer");
+    const refusal = state.isOver ? "The trace has ended." : this.api.refusal("steer");
     for (const one of [this.pause, this.cancel]) {
       one.disabled = Boolean(refusal);
       one.title = refusal ?? "";

@@ -24,9 +24,12 @@ let lastId = 0;
 /** An id that no other element has. */
 export const newId = (prefix) => `${prefix}-${++lastId}`;
 
+/** The element whose text screen readers say when it changes. */
+export const announcer = { element: null };
+
 /** Say something to screen readers. */
 export function announce(text) {
-  document.getElementById("announce").textContent = text;
+  if (announcer.element) announcer.element.textContent = text;
 }
 
 /** A number for people: four significant digits. */

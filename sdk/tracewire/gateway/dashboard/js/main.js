@@ -2,13 +2,14 @@
 
 import { api } from "./api.js";
 import { Connection } from "./connection.js";
-import { el, setText } from "./dom.js";
+import { announcer, el, setText } from "./dom.js";
 import { ListView } from "./list_view.js";
 import { applyTheme, settings } from "./settings.js";
 import { StartView } from "./start_view.js";
 import { TracePanel } from "./trace_panel.js";
 
 const main = document.getElementById("main");
+announcer.element = document.getElementById("announce");
 const indicator = document.getElementById("connection");
 const WORDS = { connecting: "Connecting", open: "Live", reconnecting: "Reconnecting" };
 
@@ -33,7 +34,8 @@ class Traces {
   }
 
   panel(id, several) {
-    return new TracePanel(id, connection, several ? () => this.close(id) : null);
+    const href = `#/trace/${encodeURIComponent(id)}`;
+    return new TracePanel(id, { connection, api, href, onclose: several ? () => this.close(id) : null });
   }
 
   close(id) {

@@ -1,5 +1,7 @@
 // What this tab remembers: the key and the name of its user. And what the browser remembers: the theme.
 
+import { themeChanged } from "./theme.js";
+
 const KEY = "tracewire.key";
 const NAME = "tracewire.name";
 const THEME = "tracewire.theme";
@@ -26,19 +28,11 @@ export const settings = {
   },
 };
 
-const listeners = new Set();
-
-/** Call `change` whenever the colours change. Returns a function that ends this. */
-export function onTheme(change) {
-  listeners.add(change);
-  return () => listeners.delete(change);
-}
-
 export function applyTheme() {
   const theme = settings.theme;
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  for (const change of listeners) change();
+  themeChanged();
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);

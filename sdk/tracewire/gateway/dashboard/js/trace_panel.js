@@ -1,6 +1,5 @@
 // One trace: its text, plots, heat map, marks and controls. A page has one of them, or several side by side.
 
-import { api } from "./api.js";
 import { Scale } from "./colours.js";
 import { lensTokens, numberOf } from "./choice.js";
 import { Buttons, LiveParameters } from "./controls.js";
@@ -9,7 +8,7 @@ import { afterDrawing, inFrame, notInFrame, paced, whileInView } from "./frames.
 import { HeatMap } from "./heat_map.js";
 import { Plot } from "./plots.js";
 import { Scrubber } from "./scrubber.js";
-import { onTheme } from "./settings.js";
+import { onTheme } from "./theme.js";
 import { TokenText, markLabel, textMarks } from "./token_text.js";
 import { TraceState } from "./trace_state.js";
 
@@ -20,10 +19,14 @@ const FIRST_PLOTS = 3;
 const HISTORY = 40;
 
 export class TracePanel {
-  /** `onclose()` is called by the button that a panel among several has; without it, there is none. */
-  constructor(id, connection, onclose = null) {
+  /**
+   * `connection` follows the trace and `api` controls it. `href` is where the trace's name leads, if anywhere.
+   * `onclose()` is called by the button that a panel among several has; without it, there is none.
+   */
+  constructor(id, { connection, api, href = null, onclose = null }) {
     this.id = id;
     this.connection = connection;
+    this.api = api;
     this.state = new TraceState(id);
     this.key = "0.0";
     this.picked = null;
@@ -33,7 +36,7 @@ export class TracePanel {
     this.plots = new Map();
     this.isOver = false;
     this.several = onclose !== null;
-    this.build(onclose);
+    this.build(href, onclose);
     this.draw = () => this.drawNow();
     this.scrollHistory = () => {
       this.history.scrollTop = this.history.scrollHeight;
@@ -45,12 +48,12 @@ export class TracePanel {
     this.readLive();
   }
 
-  build(onclose) {
+  build(href, onclose) {
     const pick = (index) => this.pick(index);
     this.status = el("span", { class: "badge" });
     this.about = el("p", { class: "hint about" });
-    this.buttons = new Buttons(this.id);
-    this.live = new LiveParameters(this.id);
+    this.buttons = new Buttons(this.id, this.api);
+    this.live = new LiveParameters(this.id, this.api);
     this.text = new TokenText(pick, () => this.changed());
     this.scrubber = new Scrubber(() => this.changed());
     this.heat = new HeatMap(pick);
@@ -68,7 +71,7 @@ export class TracePanel {
     this.values.addEventListener("toggle", () => this.drawValues());
     const heading = newId("trace");
     const close = onclose && el("button", { type: "button", class: "quiet", onclick: onclose, "aria-label": `Close ${this.id}`, title: "Close" }, "×");
-    const title = el("h2", { id: heading }, el("a", { href: `#/trace/${encodeURIComponent(this.id)}`, text: this.id }));
+    const title = el("h2", { id: heading }, el(href ? "a" : "span", { class: "name", href, text: this.id }));
     this.plotSection = el("section", { "aria-label": "Plots", hidden: true }, el("div", { class: "row" }, el("h3", { text: "Plots" }), this.plotMenu.parentElement), this.plotArea);
     this.heatSection = el("section", { "aria-label": "Layers by tokens", hidden: true }, el("div", { class: "row" }, this.heatMenu.parentElement, this.heatScale.parentElement), this.heat.element);
     this.element = el(
@@ -140,7 +143,7 @@ export class TracePanel {
 
   async readLive() {
     try {
-      const { values } = await api.live(this.id);
+      const { values } = await this.api.live(this.id);
       this.known = values;
       // The events that say so may have been trimmed.
       if (this.state.trimmed) Object.assign(this.state.live, values);
@@ -196,7 +199,7 @@ export class TracePanel {
 
   drawEvents() {
     const { state } = this;
-    const refusal = state.isOver ? "The trace has ended." : api.refusal("steer");
+    const refusal = state.isOver ? "The trace has ended." : this.api.refusal("steer");
     const version = state.marks.at(-1)?.version ?? state.accepted?.live_version ?? 0;
     this.live.update(state.accepted ? state.live : { ...this.known, ...state.live }, version, refusal);
     const steered = state.marks.map((mark) => ({ time: mark.time, mark }));
