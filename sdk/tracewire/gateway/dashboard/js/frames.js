@@ -2,6 +2,14 @@
 
 /** How long one frame may draw, in milliseconds. What is left over is drawn in the next frame. */
 const BUDGET_MS = 7;
+/** The browser's own work on what was drawn, layout and painting, comes afterwards, and makes a frame long or short. */
+const LONG_MS = 34;
+const SHORT_MS = 25;
+/** How much is drawn in one frame: half as much after a long frame, and one more after a short one. */
+const MOST = 64;
+let allowed = 8;
+/** When the last frame began and how much it drew; null where it was not the frame before. */
+let before = null;
 
 const waiting = new Set();
 const after = new Set();
@@ -10,15 +18,26 @@ let asked = false;
 function draw() {
   asked = false;
   const begun = performance.now();
+  if (before) adapt(begun - before.begun, before.drawn);
+  let drawn = 0;
   for (const one of waiting) {
     // Deleted and added again, it comes behind the others.
     waiting.delete(one);
     one();
-    if (performance.now() - begun > BUDGET_MS) break;
+    drawn++;
+    if (drawn >= allowed || performance.now() - begun > BUDGET_MS) break;
   }
   for (const one of after) one();
   after.clear();
+  before = { begun, drawn };
   if (waiting.size) ask();
+  else requestAnimationFrame(() => asked || (before = null));
+}
+
+/** Draw less in a frame when the last one was long. */
+function adapt(took, drawn) {
+  if (took > LONG_MS) allowed = Math.max(1, Math.floor(Math.min(allowed, drawn) / 2));
+  else if (took < SHORT_MS) allowed = Math.min(MOST, allowed + 1);
 }
 
 function ask() {
