@@ -177,6 +177,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], target
 
 
+def test_each_cell_of_the_comparison_has_its_evidence() -> None:
+    """Each of our cells leads to what shows it, or says no, and no cell is empty."""
+    lines = (ROOT / "docs" / "comparison.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [row for row in rows if row[1] not in ("Tracewire", "---")]
+    assert len(rows) > 40
+    for feature, ours, *others in rows:
+        assert len(others) == 6, feature
+        assert all([feature, ours, *others]), feature
+        assert "](" in ours or ours.startswith("**no**"), feature
+
+
 def longest_start(command: str) -> str:
     """The entry of the tables that a command falls under, or an empty text."""
     starts = [start for start in (*RUN_BY, *RUN_BY_NONE) if command.startswith(start)]

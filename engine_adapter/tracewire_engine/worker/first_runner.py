@@ -83,7 +83,7 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
         runner = SimpleNamespace(nnsight_requests=book, nnsight_model=self.nnsight_model)
         # Collected by the scheduler's id, which names this choice alone. nnsight files it under the id's stem.
         payload = nnsight_runner.NNsightGPUModelRunner.collect_nnsight(runner, [request.id], [request.id])
-        sequences = pickle.loads(payload)[theirs.stem]["sequences"] if payload else {}  # noqa: S301
+        sequences = pickle.loads(payload)[theirs.stem]["sequences"] if payload else {}  # noqa: S301  # nosec B301
         saves: dict[str, Any] = sequences[0]["saves"]
         return saves
 

@@ -201,5 +201,5 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
 
     def collected(self, request: Request) -> dict[str, Any]:
         """The saves of a request that is over as nnsight sends them to its callers: pickled compactly, unpickled."""
-        saves: dict[str, Any] = pickle.loads(dumps_compact(request.saves()))  # noqa: S301
+        saves: dict[str, Any] = pickle.loads(dumps_compact(request.saves()))  # noqa: S301  # nosec B301
         return saves

@@ -1,0 +1,116 @@
+"""Screenshots of a notebook in JupyterLab, before the demo model on a real engine.
+
+    python -m tests.support.notebook_screenshots [--to docs/screenshots]
+
+Starts a Redis, `tracewire engine demo` and a JupyterLab of its own, and runs cells of `docs/howto/notebook.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from playwright.async_api import Browser, Page, expect
+
+import tracewire
+from tests.support import ROOT
+from tests.support.browser import browser
+from tests.support.cells import blocks
+from tests.support.engine_process import running_engine
+from tests.support.jupyter import Lab, running_lab
+from tracewire_bus.transport.embedded import EmbeddedServer
+
+PAGE = ROOT / "docs" / "howto" / "notebook.md"
+
+
+def cells(url: str) -> list[str]:
+    """The page's cells that connect and show a trace, which has more tokens here."""
+    connect, shown = (cell for cell in blocks(PAGE, "python") if "connect(" in cell or "LogitLens" in cell)
+    connect = connect.replace('"redis://localhost"', f'"{url}", name="ada"')
+    shown = shown.replace("examples/", f"{ROOT}/examples/").replace('"max_tokens": 40', '"max_tokens": 400, "seed": 5')
+    return [connect, shown]
+
+
+async def opened(chromium: Browser, url: str) -> Page:
+    """The notebook, whose kernel is ready."""
+    page = await chromium.new_page(viewport={"width": 1280, "height": 1180})
+    await page.goto(url)
+    await expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
+    return page
+
+
+async def run_cells(page: Page, count: int) -> None:
+    """Run the first cells."""
+    await page.locator(".jp-CodeCell .cm-content").first.click()
+    for _ in range(count):
+        await page.keyboard.press("Shift+Enter")
+
+
+async def shoot(page: Page, to: Path, name: str) -> None:
+    """The part of the window below JupyterLab's bars."""
+    await page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 190")
+    await page.mouse.move(0, 0)
+    await page.wait_for_timeout(500)
+    await page.screenshot(path=to / f"{name}.png", clip={"x": 32, "y": 88, "width": 1216, "height": 1060})
+
+
+async def watch(page: Page, client: tracewire.Client, to: Path) -> None:
+    """Steer by the slider half-way, and take the picture while the trace is paused."""
+    badge = page.locator(".badge")
+    await expect(badge).to_have_text("running", timeout=60_000)
+    slider = page.get_by_role("slider", name="alpha")
+    await expect(page.locator(".block .t").nth(40)).to_be_attached(timeout=60_000)
+    await slider.focus()
+    for _ in range(45):
+        await page.keyboard.press("ArrowRight")
+    await expect(page.locator(".block .t").nth(120)).to_be_attached(timeout=60_000)
+    await page.get_by_role("button", name="Pause").click()
+    await expect(badge).to_have_text("paused")
+    await shoot(page, to, "notebook-live")
+    await page.get_by_role("button", name="Cancel").click()
+    await expect(badge).to_have_text("cancelled")
+    await expect(page.locator(".tracewire-static")).to_contain_text("cancelled")
+
+
+async def walk(lab: Lab, chromium: Browser, client: tracewire.Client, to: Path) -> None:
+    """The notebook while the trace runs, and opened again."""
+    url = lab.add("trace.ipynb", *cells(client.url))
+    page = await opened(chromium, url)
+    await run_cells(page, 2)
+    await watch(page, client, to)
+    await page.keyboard.press("Control+s")
+    await expect(page.locator(".jp-mod-dirty")).to_have_count(0)
+    await page.close()
+    await lab.end_kernels()
+    page = await opened(chromium, url)
+    await expect(page.locator(".tracewire-static")).to_be_visible()
+    await shoot(page, to, "notebook-saved")
+
+
+async def run(to: Path) -> None:
+    """All screenshots."""
+    with tempfile.TemporaryDirectory() as folder:
+        (lab_folder := Path(folder, "lab")).mkdir()
+        async with EmbeddedServer.start() as server, browser() as chromium, running_lab(lab_folder) as lab:
+            with running_engine(server.url, Path(folder)):
+                async with tracewire.connect(server.url) as client:
+                    await client.models.get("demo", timeout=300)
+                    await walk(lab, chromium, client, to)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write them all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
+    to = parser.parse_args(arguments).to
+    to.mkdir(parents=True, exist_ok=True)
+    anyio.run(run, to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
