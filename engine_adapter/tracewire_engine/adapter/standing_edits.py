@@ -20,9 +20,10 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check, normalize
 from tracewire_bus.domain.tree import ModuleTree
-from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
+from tracewire_bus.store.edits import RECORD_BYTES, Admit, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
@@ -108,7 +109,8 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
 
 class StandingEdits:
     """The edits of one engine's model. `check_block` refuses a block that cannot run, and `permit` makes the workers'
-    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs.
+    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs. `admit` verifies
+    an edit's signature.
     """
 
     def __init__(
@@ -116,9 +118,10 @@ class StandingEdits:
         bus: Bus,
         info: EngineInfo,
         tree: ModuleTree,
-        check_block: Callable[[Block], Awaitable[str]],
+        check_block: Callable[[Block, Key | None], Awaitable[str]],
         announce: Callable[[], Awaitable[None]],
         permit: Callable[[bytes], bytes] = lambda block: b"",
+        admit: Admit | None = None,
     ) -> None:
         self._bus = bus
         self._info = info
@@ -126,6 +129,7 @@ class StandingEdits:
         self._check_block = check_block
         self._announce = announce
         self._permit = permit
+        self._admit = admit
         self._ready: list[RunnableEdit] = []
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
@@ -165,7 +169,7 @@ class StandingEdits:
         edits = self._bus.edits
         if await edits.generation(self._info.model) == self._generation:
             return
-        await self.take(await edits.load(self._info.model))
+        await self.take(await edits.load(self._info.model, self._admit))
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:
@@ -203,7 +207,7 @@ class StandingEdits:
             raise Rejection("interventions", "StopWhen belongs to a trace: an edit ends no request")
         block = None
         if edit.block is not None:
-            await self._check_block(edit.block)
+            await self._check_block(edit.block, installed.signer)
             encoded = _encoder.encode(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(encoded), edit.on_error == "fail", self._permit(encoded))
         for index, name, value in array_fields(edit.interventions):

@@ -38,7 +38,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
 from .chat_options import add_chat_options, chat_options, server_options
-from .code_options import check_code, code_policy, limited_imports
+from .code_options import check_code, code_policy, identity_of, limited_imports
 from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
     from tracewire_engine.adapter.bulk_writer import BulkSettings
-    from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
     from tracewire_engine.adapter.settings import Settings
@@ -420,7 +419,7 @@ async def _run(
             return _refuse(stranger)
         settings = adapter_settings(options, 0, options.adapters, spans_of(options, info, held))
         engine.permit = settings.code.permit
-        _say(settings.code)
+        _say(settings)
         adapter = Adapter(engine, info, bus, settings)
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
@@ -475,13 +474,20 @@ def adapter_settings(options: argparse.Namespace, number: int, count: int, spans
         engine_patience_s=options.engine_patience,
         limits=parse_limits(options.limit),
         code=code_policy(options),
+        identity=identity_of(options),
     )
 
 
-def _say(code: CodePolicy) -> None:
-    """Log whose blocks the engine runs."""
+def _say(settings: Settings) -> None:
+    """Log whose blocks the engine runs, and whose orders it obeys."""
+    code, identity = settings.code, settings.identity
     level = logging.WARNING if code.code == "any" else logging.INFO
     logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
+    if identity.keyring is None:
+        logger.info("no --keyring: everybody who can write to this Redis may submit, steer, install edits and drain")
+    else:
+        unsigned = "accepted" if identity.unsigned else "refused"
+        logger.info("keys of %s; what no key has signed is %s", identity.keyring.path, unsigned)
 
 
 def _bulk(options: argparse.Namespace, number: int = 0, count: int = 1) -> BulkSettings | None:

@@ -32,6 +32,7 @@ from .export import add_export
 from .gateway import add_gateway
 from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
+from .keyring import add_keys
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
@@ -157,6 +158,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway, add_acl):
         add(commands, parents)
     add_approve(commands)
+    add_keys(commands)
     add_redis(commands)
     add_completion(commands)
     own = frozenset(commands.choices)
