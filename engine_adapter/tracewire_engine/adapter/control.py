@@ -14,6 +14,7 @@ from tracewire_bus.store.trace_records import TraceEnded, TraceMissing, cancella
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo, Failure, Status
 
+from .audit import Audit
 from .claims import Claims
 from .engine_api import EngineLost
 from .gate import Gate
@@ -34,9 +35,17 @@ class Control:
     """Carries out orders for the runs of one engine, and ends runs before their own end."""
 
     def __init__(
-        self, bus: Bus, info: EngineInfo, claims: Claims, steering: Steering, lifecycle: Lifecycle, gate: Gate
+        self,
+        bus: Bus,
+        info: EngineInfo,
+        claims: Claims,
+        steering: Steering,
+        lifecycle: Lifecycle,
+        gate: Gate,
+        audit: Audit,
     ) -> None:
         self._bus = bus
+        self.audit = audit
         self.gate = gate
         self._info = info
         self._claims = claims
@@ -94,11 +103,14 @@ class Control:
 
     def _is_allowed(self, order: Order, owner: Key | None) -> bool:
         """Whether an order may be carried out for a trace of `owner`. Logs a refusal."""
+        name = order.trace or self._info.engine
         try:
-            self.gate.order(order, owner)
+            key = self.gate.order(order, owner)
         except SignatureRefused as error:
             logger.warning("an order to %s %s is refused: %s", order.kind, order.trace or "this engine", error)
+            self.audit.refused(order.kind, name, str(error), by=order.by)
             return False
+        self.audit.accepted(order.kind, name, key, by=order.by)
         return True
 
     def _is_admitted(self, order: Order, run: TraceRun) -> bool:
@@ -108,9 +120,10 @@ class Control:
         if run.proofs is None:
             return True
         try:
-            run.proofs.admit(order.change)
+            self.audit.accepted("steer", order.trace, run.proofs.admit(order.change))
         except SignatureRefused as error:
             logger.warning("a change of live parameters of trace %s is refused: %s", order.trace, error)
+            self.audit.refused("steer", order.trace, str(error))
             undoing = run.proofs.undo(order.change)
             if undoing is not None:
                 self._to_undo.append((order.trace, undoing))

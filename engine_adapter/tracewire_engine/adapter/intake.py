@@ -165,8 +165,10 @@ class Intake:
             admitted = await self._admissions.admit(trace, entry)
             validated = await self._validator.validate(trace, schema, admitted.content, admitted.key)
             self._check_client(validated.submission.client)
+            self._note(validated, admitted.key)
             return admitted, validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
+            self._control.audit.refused("submit", trace, refusal(error).message)
             self._services.limit_counts.note(error)
             failure = refusal(error)
             if self._services.spans is not None and isinstance(error, Rejection):
@@ -194,6 +196,12 @@ class Intake:
         if running >= most:
             message = f"{client[:80]!r} has {running} traces running on this engine, and may have {most}"
             raise LimitExceeded("client", message, "client_traces")
+
+    def _note(self, validated: Validated, key: Key | None) -> None:
+        """Write an accepted submission and its code to the audit trail."""
+        submission, audit = validated.submission, self._control.audit
+        code = sorted({one for one in validated.code if one})
+        audit.accepted("submit", submission.trace, key, code=code, by=submission.client)
 
     async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())

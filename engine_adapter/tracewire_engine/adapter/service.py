@@ -32,6 +32,7 @@ from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.adapters import name_prefix
 
+from .audit import Audit
 from .backpressure import Backpressure
 from .bulk_writer import BulkWriter
 from .claims import Claims
@@ -79,7 +80,9 @@ class Adapter:
         _describe(info, bus, settings)
         self._validator = Validator(info, tree, settings.code, settings.limits)
         gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine)
-        checks = self._validator.check_edit, self._renew, settings.code.permit, gate.edit
+        self._audit = Audit(bus, info, settings.audit)
+        self._validator.keep = self._audit.keep
+        checks = self._validator.check_edit, self._renew, settings.code.permit, gate.edit, self._audit
         self._standing = StandingEdits(bus, info, tree, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)
@@ -94,7 +97,7 @@ class Adapter:
         self._claims = Claims(bus, info)
         self._writer.restorer.claims = self._claims.commands
         self._writer.restorer.claimed = self._claims.acknowledged
-        self._control = Control(bus, info, self._claims, self._steering, self._lifecycle, gate)
+        self._control = Control(bus, info, self._claims, self._steering, self._lifecycle, gate, self._audit)
         self._recovery = bus.recovery(info.model)
         self._leases = LeaseWatch(bus, info, self._claims, self._control, self._recovery, settings.heartbeat_s)
         self._bulk = BulkWriter(bus, settings.bulk) if settings.bulk is not None else None
@@ -189,6 +192,7 @@ class Adapter:
             group.start_soon(self._steering.run)
             group.start_soon(self._control.run)
             group.start_soon(self._control.undo)
+            group.start_soon(self._audit.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)
             if self._bulk is not None:
@@ -214,6 +218,7 @@ class Adapter:
                 traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.flushed()
+                await self._audit.flushed()
             group.cancel_scope.cancel()
 
     async def _register(self) -> None:

@@ -59,3 +59,5 @@ class Settings:
     limits: Limits = DEFAULTS
     #: Whose signatures the adapter accepts, and its own.
     identity: Identity = _NOBODY
+    #: How many entries the audit trail keeps (0: the adapter writes none).
+    audit: int = 0

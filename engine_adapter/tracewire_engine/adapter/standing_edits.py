@@ -31,6 +31,7 @@ from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, Engin
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
+from .audit import Audit
 from .digests import split_by_edit
 from .engine_api import Rejection
 from .pending import PendingRecords
@@ -122,6 +123,7 @@ class StandingEdits:
         announce: Callable[[], Awaitable[None]],
         permit: Callable[[bytes], bytes] = lambda block: b"",
         admit: Admit | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._bus = bus
         self._info = info
@@ -130,6 +132,9 @@ class StandingEdits:
         self._announce = announce
         self._permit = permit
         self._admit = admit
+        self._audit = audit
+        #: The versions of edits that stand in the audit trail.
+        self._noted: dict[str, int] = {}
         self._ready: list[RunnableEdit] = []
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
@@ -189,6 +194,7 @@ class StandingEdits:
             except Exception as error:  # hostile content of one edit must not stop the others
                 logger.exception("edit %s could not be checked", one.name)
                 errors[one.name] = refused[one.name] = f"{type(error).__name__}: {error}"
+        self._note(edits, errors)
         self._ready, self._refused, self._generation, self._chosen = ready, refused, edits.generation, {}
         known = {(edit.name, edit.version) for edit in ready}
         self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
@@ -196,6 +202,19 @@ class StandingEdits:
         failures = self._info.edit_failures
         # A counter of an edit that is gone would never end.
         self._info.edit_failures = {one.name: failures[one.name] for one in edits.edits if one.name in failures}
+
+    def _note(self, edits: EditSet, errors: dict[str, str]) -> None:
+        """Write new versions of edits to the audit trail. `errors` says why edits do not run, by name."""
+        noted, self._noted = self._noted, {one.name: one.version for one in edits.edits}
+        for one in edits.edits if self._audit is not None else ():
+            assert self._audit is not None
+            if noted.get(one.name) == one.version:
+                continue
+            by = "" if one.edit is None else one.edit.by
+            if one.name in errors:
+                self._audit.refused("edit", one.name, errors[one.name], one.signer, by=by)
+            else:
+                self._audit.accepted("edit", one.name, one.signer, by=by)
 
     async def _check(self, installed: Installed) -> RunnableEdit:
         edit = installed.edit

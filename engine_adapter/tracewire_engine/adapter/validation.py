@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 import msgspec
 
+from tracewire_bus.domain.code_identity import code_hash
 from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
@@ -75,6 +76,8 @@ class Validator:
         self._limits = limits
         self._tree = tree
         self._code = code or CodePolicy()
+        #: Is called with each block whose code may run or is refused, and the hash of the code.
+        self.keep: Callable[[str, Block], None] = lambda hash, block: None
         self._sources = Sources(info, tree)
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
@@ -190,7 +193,14 @@ class Validator:
             Rejection: the block cannot run.
         """
         may_ship = key is not None and key.may("code")
-        code = await self._look(len(block.variables) <= _LIGHT_BYTES, self._code.check, block, may_ship)
+        try:
+            code = await self._look(len(block.variables) <= _LIGHT_BYTES, self._code.check, block, may_ship)
+        except Rejection as rejection:
+            if rejection.failure.type == "CodeRefused" and self._code.code != "none":
+                # An operator may want to see it, and to approve it.
+                self.keep(code_hash(block), block)
+            raise
+        self.keep(code, block)
         self._code.check_imports(block.name, block.modules.values())
         self._code.check_imports(block.name, (module for module, _ in block.imports.values()))
         await self._check_source(block)

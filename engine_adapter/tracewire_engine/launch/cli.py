@@ -38,7 +38,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
 from .chat_options import add_chat_options, chat_options, server_options
-from .code_options import check_code, code_policy, identity_of, limited_imports
+from .code_options import audit_entries, check_code, code_policy, identity_of, limited_imports
 from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
@@ -475,6 +475,7 @@ def adapter_settings(options: argparse.Namespace, number: int, count: int, spans
         limits=parse_limits(options.limit),
         code=code_policy(options),
         identity=identity_of(options),
+        audit=audit_entries(options),
     )
 
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.gate import Identity
 
-__all__ = ["check_code", "code_policy", "identity_of", "limited_imports"]
+__all__ = ["audit_entries", "check_code", "code_policy", "identity_of", "limited_imports"]
+
+#: How many entries the audit trail keeps by default, where there is one.
+_TRAIL = 100_000
 
 
 def check_code(options: argparse.Namespace) -> None:
@@ -89,3 +92,10 @@ def code_policy(options: argparse.Namespace) -> CodePolicy:
     imports = getattr(options, "code_imports", None if code == "any" else DEFAULT_IMPORTS)
     approvals = None if options.approved is None else Approvals(options.approved)
     return CodePolicy(code, reason, approvals=approvals, imports=imports, permits=Permits(options.permit_key))
+
+
+def audit_entries(options: argparse.Namespace) -> int:
+    """How many entries the audit trail keeps; 0 without one."""
+    if options.audit is not None:
+        return int(options.audit)
+    return _TRAIL if options.keyring is not None or code_policy(options).code != "any" else 0

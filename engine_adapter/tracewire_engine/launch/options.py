@@ -186,6 +186,13 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="sign the finals of traces with this key file (tracewire keys new), so that a forged one shows",
     )
     group.add_argument(
+        "--audit",
+        type=whole(0),
+        metavar="ENTRIES",
+        help="write what this engine was asked for, and decided, to the audit trail of this Redis, which keeps about "
+        "so many entries (default: 100000 with --keyring, or if --code is not any; else 0, none)",
+    )
+    group.add_argument(
         "--block-timeout",
         type=float,
         default=10.0,
