@@ -12,8 +12,9 @@ Several ways to run the same requests take turns, each engine in processes of it
 - *tracewire*: the same block over the bus, a delta on every output, received and folded by a subscriber in another
   process; *declared*: the same values read by declared interventions, likewise; *steered*: a projection of each layer
   saved and a vector added to it, likewise; and *bystander*: requests with neither, likewise;
-- with `--hosted`: *tracewire_host*, the same block on an engine with `--blocks host`; *writing* and *writing_host*, a block
-  that changes what it reads, on both; `tracewire_host_to_inline` and `writing_host_to_inline` are ratios of their rounds;
+- with `--hosted`: *tracewire_host*, the same block on an engine with `--blocks host`; *writing* and *writing_host*, a
+  block that changes what it reads, on both; `tracewire_host_to_inline` and `writing_host_to_inline` are ratios of their
+  rounds;
 - *own*: plain requests on Tracewire's engine without the bus.
 
 Every figure is the median over the rounds. Tokens per second of Tracewire are counted at the subscriber, from the first

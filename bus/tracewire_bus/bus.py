@@ -36,6 +36,7 @@ from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.leases import Leases
 from tracewire_bus.store.lifecycle import Watch
 from tracewire_bus.store.memory import Memory
+from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.store.queue_entries import QueueFull, Taken
 from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
@@ -104,6 +105,7 @@ class Bus:
         #: The URL for other processes. For `embedded://`, the private server's URL once the bus is open.
         self.url = url
         self.keys = Keys(prefix)
+        self.proofs = Proofs(prefix=prefix)
         self._retention_s = retention_s
         self._patience_s = patience_s
         self._server: EmbeddedServer | None = None
@@ -167,11 +169,11 @@ class Bus:
             self._vectors = Vectors(connections, self.keys)
             self._bulk = BulkReader(BulkStores(connections, self.keys.bulk_store))
             self._snapshots = Snapshots(connections.unbatched(), self.keys, self._bulk)
-            self._records = Records(connections, self.keys, self._retention_s)
+            self._records = Records(connections, self.keys, self._retention_s, self.proofs)
             self._queue = Queue(connections, self.keys)
             self._dead_letters = DeadLetters(connections, self.keys)
             self._leases = Leases(connections, self.keys)
-            self._registry = EngineRegistry(connections, self.keys)
+            self._registry = EngineRegistry(connections, self.keys, self.proofs)
             self._memory = Memory(connections)
         except BaseException:
             await self.aclose()
@@ -240,7 +242,7 @@ class Bus:
         await self.memory.check_reserve()
         try:
             created, has_left = await self.queue.put(
-                *(model, trace, data),
+                *(model, trace, self.proofs.content("submit", model, trace, data)),
                 client=submission.client,
                 priority=submission.priority,
                 lease="" if submission.detach else submission.lease,
@@ -312,7 +314,7 @@ class Bus:
     @property
     def edits(self) -> Edits:
         """The standing interventions of all models."""
-        return Edits(self._connections, self.keys)
+        return Edits(self._connections, self.keys, self.proofs)
 
     def edit_records(self, model: str, edit: str, since: str = "now") -> EditRecords:
         """Follow the saves of an edit on requests that are not traces: see `Edits.records`.
@@ -421,10 +423,8 @@ class Bus:
         """
         if self._reader is None:
             raise anyio.ClosedResourceError
-        keys = self.keys
-        return self._reader.subscribe(
-            keys.events(trace), since, partial(self.snapshots.read, trace), keys.record(trace)
-        )
+        keys, read = self.keys, partial(self.snapshots.read, trace)
+        return self._reader.subscribe(keys.events(trace), since, read, keys.record(trace))
 
     def watch(self, since: str = "now") -> Watch:
         """Follow the lifecycle events of all traces from `since` on: `"start"`, `"now"`, or a watch's position.

@@ -33,6 +33,7 @@ from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Block, DeclaredIntervention
 
 from .checks import Duration, check_limit, check_seconds, check_text, shown
+from .client_keys import proofs_of
 from .error_mapping import bus_errors
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition, UnknownTrace
 from .options import HarvestOptions, TraceOptions
@@ -41,8 +42,25 @@ from .submission import PromptInput, make_submission, split_options
 
 __all__ = ["Client", "connect"]
 
+_NO_URL = (
+    "no URL: pass one (commands: --url), or set TRACEWIRE_URL "
+    "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
+)
 
-class ClientOptions(TypedDict, total=False):
+
+class KeyOptions(TypedDict, total=False):
+    """The keys of a client (`docs/security.md`).
+
+    `key` is the path of a key file (`tracewire keys new`), by default that of the variable `TRACEWIRE_KEY`: the client
+    signs what it submits, its changes, orders and edits. `engine_keys` are public keys of engines, in hexadecimal: a
+    trace whose final none of them has signed raises `UnverifiedFinal`. A key that cannot be used raises `InvalidKey`.
+    """
+
+    key: str | PathLike[str] | None
+    engine_keys: Sequence[str]
+
+
+class ClientOptions(KeyOptions, total=False):
     """The keyword arguments of `Client` and of `connect`."""
 
     prefix: str
@@ -95,14 +113,13 @@ class Connecting:
 class Client:
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
-        client = tracewire.Client(url)
-        async with client: ...
+        async with tracewire.Client(url) as client: ...
 
     `url` is the URL of a Redis: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service` or
     `redis+cluster://host:port,host:port` (see `docs/redis.md`). `embedded://` starts a private Redis that ends with the
     client; other processes connect to `client.url`. Without a `url`, the client uses the variable `TRACEWIRE_URL`.
     `prefix` stands before every key. `name` is the client's name for the engines, which serve clients in turns; the
-    default is the host's name and the process's id.
+    default is the host's name and the process's id. `key` and `engine_keys` are in `KeyOptions`.
 
     A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
     Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections. Closing it ends
@@ -136,21 +153,20 @@ class Client:
         name: str | None = None,
         lease_ttl: Duration = 10.0,
         retry_timeout: Duration | None = 20.0,
+        **keys: Unpack[KeyOptions],
     ) -> None:
         if name is not None:
             check_text("name", name)
         address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
         if not address:
-            raise InvalidUrl(
-                "no URL: pass one (commands: --url), or set TRACEWIRE_URL "
-                "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
-            )
+            raise InvalidUrl(_NO_URL)
         self._session = Session(
             address,
             name=name,
             prefix=check_text("prefix", prefix),
             lease_ttl=check_seconds("lease_ttl", lease_ttl, 1),
             retry_timeout=check_limit("retry_timeout", retry_timeout),
+            proofs=proofs_of(**keys),
         )
         self._entered = False
         self.models = Models(self._session)
@@ -180,7 +196,7 @@ class Client:
         Leaving the client's `async with` calls this. Any task of the client's event loop may call it, also several
         tasks at once, and also while Redis does not answer. The call first waits for the traces that a `with` has
         queued: up to `retry_timeout` and at most 60 seconds, or 2 seconds once the call is cancelled. The rest takes at
-        most 10 seconds. A second call returns when the first has closed the client.
+        most 10 seconds.
         """
         await self._session.aclose()
 

@@ -13,7 +13,10 @@ Each error derives from exactly one of seven bases, which say what a caller can 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from tracewire_bus.wire.messages import Final
 
 __all__ = [
     "AlreadyEntered",
@@ -41,6 +44,7 @@ __all__ = [
     "InvalidChange",
     "InvalidDataset",
     "InvalidEdit",
+    "InvalidKey",
     "InvalidRequestError",
     "InvalidUrl",
     "LibraryMissing",
@@ -84,6 +88,7 @@ __all__ = [
     "UnknownTrace",
     "UnknownWatchGroup",
     "UntransportableVariable",
+    "UnverifiedFinal",
     "ValueMissing",
     "VersionConflict",
     "WrongEventLoop",
@@ -162,6 +167,10 @@ class ConnectError(TracewireError):
 
 class InvalidUrl(ConnectError, InvalidRequestError):
     """The URL, the prefix or an option of them names no Redis that the client can use, or no URL was given."""
+
+
+class InvalidKey(ConnectError, InvalidRequestError):
+    """A key file cannot be read, or the public key of an engine is malformed."""
 
 
 class NotConnected(ConnectError, InvalidRequestError, RuntimeError):
@@ -581,6 +590,25 @@ class MalformedEvent(BrokenStream, IntegrityError):
     def __init__(self, message: str) -> None:
         super().__init__(
             f"{message} (another program wrote to the stream, or an engine has a defect: its log has more)"
+        )
+
+
+class UnverifiedFinal(BrokenStream, IntegrityError):
+    """A trace's final is signed by none of the engines that the client trusts (`engine_keys`).
+
+    Another program may have written it. Redis itself ends a trace that no engine runs, and signs nothing.
+
+    Attributes:
+        trace_id: the trace's id.
+        final: the final, as it is on the stream.
+    """
+
+    def __init__(self, trace_id: str, final: Final) -> None:
+        self.trace_id = trace_id
+        self.final = final
+        super().__init__(
+            f"trace {trace_id} ended as {final.status!r} by a final that none of the client's engine_keys has signed: "
+            "another program wrote it, or no engine ran the trace at its end"
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tests.support.bus_engine import engine_info
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.messages import Block, Edit, Failure
 from tracewire_engine.adapter.standing_edits import StandingEdits
@@ -27,8 +28,8 @@ async def standing(bus: Bus, **more: Any) -> StandingEdits:
     async def announce() -> None:
         pass
 
-    async def accept(block: Block) -> None:
-        pass
+    async def accept(block: Block, key: Key | None) -> str:
+        return ""
 
     made = StandingEdits(bus, info, ModuleTree(info), accept, announce)
     await made.refresh()

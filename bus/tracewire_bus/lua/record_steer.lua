@@ -4,12 +4,13 @@
 -- Changes live parameters of a trace and orders its engine to apply the change.
 -- KEYS: record, events, changes, operations. ARGV: trace, the prefix of an engine's control stream, operation, the
 -- author packed, the version that is expected or '', the values packed, for how many seconds to remember the trace,
--- for how many to keep the control stream, then name, form and packed value of each parameter. Returns 'accepted' and the version; 'unknown'; 'ended'; 'version' and the present one; 'undeclared' with
+-- for how many to keep the control stream, the author's signature or '', then name, form and packed value of each
+-- parameter. Returns 'accepted' and the version; 'unknown'; 'ended'; 'version' and the present one; 'undeclared' with
 -- the name and all declared ones; 'form' with the name and the declared form; 'large' with the name and the greatest size;
 -- or 'busy' with the limit's name.
 local key, events, changes, operations = unpack(KEYS, 1, 4)
-local trace, control, operation, author, expected, values, remember, control_seconds = unpack(ARGV, 1, 8)
-local FIRST, STEP = 9, 3
+local trace, control, operation, author, expected, values, remember, control_seconds, proof = unpack(ARGV, 1, 9)
+local FIRST, STEP = 10, 3
 -- The engine's limits stand in the record; these hold until an engine runs the trace. VALUE_BYTES is an engine's, too.
 local WAITING, PER_SECOND, VALUE_BYTES, VALUES = 10000, 10000, 2^20, 64
 
@@ -42,13 +43,20 @@ count = now == second and record.count(count) + 1 or 1
 if count > (tonumber(most_a_second) or PER_SECOND) then return {'busy', 'steers-per-s'} end
 redis.call('HSET', key, 'ls', now, 'ln', count)
 local version = redis.call('HINCRBY', key, 'v', 1)
+-- An array: version, author, time in ms, values, and the signature if there is one.
+local ARRAY_OF_4, ARRAY_OF_5, BYTES = '\148', '\149', '\197'
+local change = cmsgpack.pack(version) .. author .. cmsgpack.pack(clock.milliseconds()) .. values
+if proof == '' then
+  change = ARRAY_OF_4 .. change
+else
+  local length = string.char(math.floor(#proof / 256), #proof % 256)
+  change = ARRAY_OF_5 .. change .. BYTES .. length .. proof
+end
 for index = FIRST, #ARGV, STEP do
   local name, packed = ARGV[index], ARGV[index + 2]
   redis.call('HSET', key, 'l:' .. name, packed)
+  if proof == '' then redis.call('HDEL', key, 'g:' .. name) else redis.call('HSET', key, 'g:' .. name, change) end
 end
--- An array of four: version, author, time in ms, values.
-local ARRAY_OF_4 = '\148'
-local change = ARRAY_OF_4 .. cmsgpack.pack(version) .. author .. cmsgpack.pack(clock.milliseconds()) .. values
 redis.call('ZADD', changes, version, change)
 redis.call('EXPIRE', changes, remember)
 record.remember(key, operations, operation, remember)

@@ -51,6 +51,7 @@ class Order(msgspec.Struct, frozen=True):
         reason: for `cancel`, the reason.
         within_s: for `drain`, after how many seconds the engine puts its running traces back; None for no limit.
         number: for `pause` and `resume`, the count of the trace's pauses and resumptions, from 1; 0 if unknown.
+        proof: the client's signature; empty if the client has no key. That of `steer` is in the change.
     """
 
     kind: Literal["steer", "cancel", "pause", "resume", "drain"]
@@ -60,15 +61,18 @@ class Order(msgspec.Struct, frozen=True):
     reason: str = ""
     within_s: float | None = None
     number: int = 0
+    proof: bytes = b""
 
 
-def drain_command(keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int) -> tuple[Any, ...]:
+def drain_command(
+    keys: Keys, engine: str, by: str, within_s: float | None, keep_s: int, proof: bytes = b""
+) -> tuple[Any, ...]:
     """The command that asks an engine to drain. Redis may execute it more than once.
 
-    `keep_s` is how long Redis keeps the control stream after this order, in seconds.
+    `keep_s` is how long Redis keeps the control stream after this order, in seconds. `proof` is the client's signature.
     """
     key = keys.operate(engine)
-    return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s)
+    return _DRAIN((key,), by, "" if within_s is None else within_s, keep_s, proof)
 
 
 class ControlReader:
@@ -208,6 +212,7 @@ def _order(flat: Sequence[bytes]) -> Order:
         _text(fields.get(b"r", b"")),
         _seconds(_text(fields.get(b"w", b""))),
         integer(fields.get(b"n", b"0")),
+        fields.get(b"g", b""),
     )
 
 

@@ -16,12 +16,14 @@ import logging
 import re
 import secrets
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import anyio
 import msgspec
 
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limits import LimitExceeded, measure
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, as_bus_error, is_transient
@@ -39,8 +41,10 @@ from tracewire_bus.wire.codec import (
 )
 from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, Edit, EditRecord
+from tracewire_bus.wire.signing import unwrap
 
 from .keys import Keys
+from .proofs import Proofs
 
 __all__ = [
     "EDIT_BYTES",
@@ -80,6 +84,9 @@ _LOAD: Final = Script("edit_load")
 _PUBLISH: Final = Script("edit_publish")
 
 
+Admit: TypeAlias = Callable[[str, bytes, float], tuple[bytes, Key | None]]
+
+
 class UnknownEdit(BusError):
     """The model has no edit of this name, or none of this version."""
 
@@ -105,6 +112,7 @@ class Installed(msgspec.Struct, frozen=True):
         version: the generation of the model's edits that installed it.
         time: when it was installed, in seconds since the epoch by Redis's clock.
         edit: the edit, or None if this version cannot read it.
+        signer: the key that has signed it, if the reader has verified that.
         problem: why this version cannot read it; `""` if it can.
         disabled: why engines have disabled it; `""` if it is enabled.
     """
@@ -115,6 +123,7 @@ class Installed(msgspec.Struct, frozen=True):
     edit: Edit | None
     problem: str = ""
     disabled: str = ""
+    signer: Key | None = None
 
 
 class EditSet(msgspec.Struct, frozen=True):
@@ -144,9 +153,10 @@ def _operation() -> str:
 class Edits:
     """The edits of all models. If the connection breaks, a change is sent again and takes effect once."""
 
-    def __init__(self, connections: Connections, keys: Keys) -> None:
+    def __init__(self, connections: Connections, keys: Keys, proofs: Proofs | None = None) -> None:
         self._connections = connections
         self._keys = keys
+        self._proofs = proofs or Proofs()
 
     def _all(self, model: str) -> list[str]:
         return [self._keys.edits(model, part) for part in ("state", "entries", "about", "disabled", "changes")]
@@ -165,6 +175,7 @@ class Edits:
         data = encode(edit)
         if len(data) > EDIT_BYTES:
             raise BusError(f"the edit takes {len(data)} bytes, and may take {EDIT_BYTES}")
+        data = self._proofs.content("edit", model, edit.name, data)
         before = "" if replacing is None else replacing
         command = _INSTALL(self._all(model), edit.name, data, before, request_schema_text(), MAX_EDITS, _operation())
         version, other = await self._connections.command(*command)
@@ -192,8 +203,14 @@ class Edits:
         command = _DISABLE(self._all(model), name, version, reason, _operation())
         return bool(await self._connections.command(*command))
 
-    async def load(self, model: str) -> EditSet:
+    async def load(self, model: str, admit: Admit | None = None) -> EditSet:
         """All edits of a model.
+
+        Args:
+            model: the model.
+            admit: verifies the signature in front of the edit of a name, before the edit is decoded. Returns the edit
+                behind it and the key, and raises a `ValueError` for an edit that is to be refused. By default nothing
+                is verified. It gets the name, the bytes, and when they were installed, in seconds since the epoch.
 
         Raises:
             BusUnavailable: Redis does not answer.
@@ -201,16 +218,23 @@ class Edits:
         generation, entries, abouts, disabled = await self._connections.command(
             *_LOAD(self._all(model)), unbatched=True
         )
-        data, why = _by_name(entries), _by_name(disabled)
+        why = _by_name(disabled)
+        told = _by_name(abouts)
+        admitted = {
+            name: _admitted(name, raw, told.get(name, b""), admit or _admit_all)
+            for name, raw in _by_name(entries).items()
+        }
+        data = {name: one[0] for name, one in admitted.items()}
         for name, raw in data.items():
             if _SMALL_BYTES < len(raw) <= EDIT_BYTES and await anyio.to_thread.run_sync(_is_too_much, raw):
                 data[name] = b""
         guard, key = self._connections.guard, self._keys.edits(model, "about")
         found = [
             one
-            for raw, about in _by_name(abouts).items()
+            for raw, about in told.items()
             if (one := guard.read(_installed, raw, about, data.get(raw), why.get(raw, b""), key=key, entry=raw))
         ]
+        found = [(place, _signed(one, admitted.get(one.name.encode()))) for place, one in found]
         number = guard.read(integer, generation, key=self._keys.edits(model, "state"), entry="generation")
         ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
         if len(ordered) > MAX_EDITS:
@@ -248,6 +272,29 @@ class Edits:
             ValueError: `since` is none of these.
         """
         return EditRecords(self._connections, self._keys.edit_saves(model, edit), since)
+
+
+def _admit_all(name: str, data: bytes, installed_at: float) -> tuple[bytes, None]:
+    try:
+        return unwrap(data)[1], None
+    except ValueError as error:
+        raise ValueError(f"it cannot be read: {error}") from None
+
+
+def _admitted(name: bytes, data: bytes, about: bytes, admit: Admit) -> tuple[bytes, Key | None, str]:
+    """An encoded edit, the key that has signed it, and why it is refused if it is."""
+    try:
+        return *admit(name.decode(), data, integer(about.decode().split(" ", 3)[2]) / 1000), ""
+    except (ValueError, IndexError) as error:
+        return b"", None, str(error)
+
+
+def _signed(one: Installed, admitted: tuple[bytes, Key | None, str] | None) -> Installed:
+    if admitted is None:
+        return one
+    _, signer, problem = admitted
+    edit = None if problem else one.edit
+    return msgspec.structs.replace(one, edit=edit, problem=problem or one.problem, signer=signer)
 
 
 def _is_too_much(data: bytes) -> bool:

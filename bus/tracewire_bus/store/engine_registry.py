@@ -22,6 +22,7 @@ from .access import all_scripts
 from .control import drain_command
 from .keys import Keys
 from .leases import RENEW
+from .proofs import Proofs, drain_content
 from .trace_records import CONTROL_S
 
 __all__ = ["EngineRegistry"]
@@ -32,9 +33,10 @@ logger = logging.getLogger("tracewire")
 class EngineRegistry:
     """The engines of a bus."""
 
-    def __init__(self, connections: Connections, keys: Keys) -> None:
+    def __init__(self, connections: Connections, keys: Keys, proofs: Proofs | None = None) -> None:
         self._connections = connections
         self._keys = keys
+        self._proofs = proofs or Proofs()
         #: For each engine of this process, the digest of its last full registration without the changing numbers.
         self._registered: dict[str, bytes] = {}
         #: For each digest of a module tree, an engine's full registration, for the fields that heartbeats leave out.
@@ -129,7 +131,8 @@ class EngineRegistry:
         Raises:
             BusUnavailable: Redis does not answer; the engine may have been asked.
         """
-        await self._connections.command(*drain_command(self._keys, engine, by, within_s, CONTROL_S))
+        proof = self._proofs.order("drain", engine, drain_content(by, within_s))
+        await self._connections.command(*drain_command(self._keys, engine, by, within_s, CONTROL_S, proof))
 
     async def list(self) -> list[EngineInfo]:
         """The registered engines, sorted by model, then by start time.

@@ -106,6 +106,19 @@ class Keys(msgspec.Struct, frozen=True):
         """The latest operations on a trace (steering, pausing, cancelling), by the id that the caller gave each."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:operations:{trace}"
 
+    def nonce(self, trace: str, key: str, nonce: bytes) -> str:
+        """String that says whether the trace of a signed submission has ended: see `adapter/nonces.py`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:nonce:{key}:{nonce.hex()}"
+
+    @property
+    def audit(self) -> str:
+        """Stream of the audit trail: see `audit.py`."""
+        return f"{self.prefix}:audit"
+
+    def audit_code(self, hash: str) -> str:
+        """String with the source of the code of a hash, which the audit trail names."""
+        return f"{self.prefix}:audit-code:{hash}"
+
     def deadlines(self, tag: str) -> str:
         """Sorted set of the traces of one hash tag, by deadline in milliseconds since the epoch."""
         return f"{self.prefix}:{{{tag}}}:deadlines"

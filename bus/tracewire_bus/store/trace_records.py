@@ -23,7 +23,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -40,6 +40,7 @@ from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.packing import unpack
 
 from .keys import Keys
+from .proofs import Proofs, cancel_content, change_content, pause_content
 from .queue_entries import REMEMBER_S
 
 __all__ = [
@@ -67,7 +68,8 @@ _MARK: Final = b"\xce\xff\xff\xff\xff"
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempt, s state, v version of the live
 # parameters, x reason of the cancellation, xb who cancelled, z who paused, zn count of pauses and resumptions,
 # lw, lr limits on changes, ls, ln their rate, r retention after the end (s), l:NAME a packed live value, f:NAME its
-# form.
+# form, g:NAME the signed change that has set it, k the id of the key that has signed the submission, xg and zg the
+# proofs of x and z.
 
 _CREATE: Final = Script("record_create")
 _FORGET: Final = Script("record_forget")
@@ -80,6 +82,7 @@ _STEER: Final = Script("record_steer")
 _CANCEL: Final = Script("record_cancel")
 _PAUSE: Final = Script("record_pause")
 _SWEEP: Final = Script("record_sweep")
+_RESTORE: Final = Script("record_restore")
 
 
 class SteerRefused(BusError, ValueError):
@@ -136,6 +139,8 @@ class Opened(msgspec.Struct, frozen=True):
         cancelled: who cancelled the trace, and the reason; None if it is not cancelled.
         paused: who paused the trace; None if it is not paused.
         pauses: count of its pauses and resumptions.
+        cancel_proof, pause_proof: the signatures of these; empty without one.
+        live_proofs: for each live parameter that a signed change has set, that change, encoded.
     """
 
     attempt: int
@@ -146,6 +151,9 @@ class Opened(msgspec.Struct, frozen=True):
     cancelled: tuple[str, str] | None = None
     paused: str | None = None
     pauses: int = 0
+    cancel_proof: bytes = b""
+    pause_proof: bytes = b""
+    live_proofs: dict[str, bytes] = {}
 
 
 class Records:
@@ -154,9 +162,10 @@ class Records:
     `retention_s` is how long Redis keeps a trace after its end, in seconds, unless its record says another time.
     """
 
-    def __init__(self, connections: Connections, keys: Keys, retention_s: float) -> None:
+    def __init__(self, connections: Connections, keys: Keys, retention_s: float, proofs: Proofs | None = None) -> None:
         self._connections = connections
         self._keys = keys
+        self._proofs = proofs or Proofs()
         self._retention_s = max(1, round(retention_s))
         self._guard: Guard = connections.guard
 
@@ -193,6 +202,7 @@ class Records:
             *(trace, submission.model, submission.client, "" if submission.detach else submission.lease),
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             "" if retention_s is None else max(1, round(retention_s)),
+            "" if self._proofs.signer is None else self._proofs.signer.id,
             *_flat(live),
         )
 
@@ -390,18 +400,16 @@ class Records:
         """
         _check_name(trace)
         keys = self._keys
+        author, packed = msgspec.msgpack.encode(by), pack_live({name: one.packed for name, one in values.items()})
         reply = await self._connections.command(
             *_STEER(
                 (
                     *(keys.record(trace), keys.events(trace), keys.changes(trace), keys.operations(trace)),
                     keys.control(keys.tag(trace), ""),
                 ),
-                *(trace, keys.control(keys.tag(trace), ""), _operation(), msgspec.msgpack.encode(by)),
-                *(
-                    "" if if_version is None else if_version,
-                    pack_live({name: one.packed for name, one in values.items()}),
-                ),
-                *(REMEMBER_S, CONTROL_S),
+                *(trace, keys.control(keys.tag(trace), ""), _operation(), author),
+                *("" if if_version is None else if_version, packed, REMEMBER_S, CONTROL_S),
+                self._proofs.order("steer", trace, change_content(author, packed)),
                 *_flat(values),
             )
         )
@@ -442,6 +450,7 @@ class Records:
                 (keys.record(trace), keys.events(trace), keys.operations(trace), keys.control(tag, "")),
                 *(trace, self._base(tag), keys.control(tag, ""), by, reason, schema_text(), head, tail),
                 *(self._retention_s, "1" if force else "", CONTROL_S, _operation(), REMEMBER_S),
+                self._proofs.order("cancel", trace, cancel_content(by, reason)),
             )
         )
         match _text(reply[0]):
@@ -466,11 +475,12 @@ class Records:
         _check_name(trace)
         keys = self._keys
         names = keys.record(trace), keys.events(trace), keys.operations(trace)
+        action: Literal["pause", "resume"] = "resume" if resume else "pause"
         reply = await self._connections.command(
             *_PAUSE(
                 (*names, keys.control(keys.tag(trace), "")),
-                *(trace, keys.control(keys.tag(trace), ""), "resume" if resume else "pause", by, CONTROL_S),
-                *(_operation(), REMEMBER_S),
+                *(trace, keys.control(keys.tag(trace), ""), action, by, CONTROL_S, _operation(), REMEMBER_S),
+                self._proofs.order(action, trace, pause_content(by)),
             )
         )
         match _text(reply):
@@ -480,6 +490,29 @@ class Records:
                 raise TraceEnded(f"trace {trace} has ended")
             case answer:
                 return answer == "asked"
+
+    async def submitter(self, trace: str) -> str:
+        """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
+        _check_name(trace)
+        return _text(await self._connections.command("HGET", self._keys.record(trace), "k") or b"")
+
+    async def restore(
+        self, trace: str, version: int, refused: Mapping[str, bytes], values: Mapping[str, tuple[bytes, bytes]]
+    ) -> None:
+        """Undo a change of live parameters that the trace's engine has refused.
+
+        Args:
+            trace: its id.
+            version: of the change.
+            refused: the packed values of the change, by name.
+            values: for each of the names, the packed value that holds, and the signed change that has set it, or `b""`.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        keys = self._keys
+        flat = [part for name, value in refused.items() if name in values for part in (name, value, *values[name])]
+        await self._connections.command(*_RESTORE((keys.record(trace), keys.changes(trace)), version, *flat))
 
     async def sweep(self, tags: Sequence[str]) -> list[tuple[str, str]]:
         """End the traces of these hash tags that are past their deadline and that no engine runs.
@@ -545,6 +578,9 @@ def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened
         cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
         paused=None if b"z" not in record else _text(record[b"z"]),
         pauses=integer(record.get(b"zn", 0)),
+        cancel_proof=record.get(b"xg", b""),
+        pause_proof=record.get(b"zg", b""),
+        live_proofs={name[2:].decode(): change for name, change in record.items() if name.startswith(b"g:")},
     )
 
 

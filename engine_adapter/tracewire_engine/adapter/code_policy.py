@@ -49,7 +49,7 @@ class CodePolicy:
         self._imports = imports
         self._permits = permits or Permits(b"")
 
-    def check(self, block: Block, *, may_ship: bool = False) -> str:
+    def check(self, block: Block, may_ship: bool = False) -> str:
         """Check whether a block may run. Returns the hash of its code.
 
         Args:

@@ -8,15 +8,19 @@ from collections import deque
 import anyio
 
 from tracewire_bus.bus import Bus, BusError, Fenced
+from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.trace_records import TraceEnded, TraceMissing, cancellation
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo, Failure, Status
 
+from .audit import Audit
 from .claims import Claims
 from .engine_api import EngineLost
+from .gate import Gate
 from .lifecycle import Lifecycle
 from .live_changes import Steering
+from .live_proofs import Undoing
 from .trace_run import TraceRun
 
 __all__ = ["Control"]
@@ -30,8 +34,19 @@ _CONTROL_MS = 2000
 class Control:
     """Carries out orders for the runs of one engine, and ends runs before their own end."""
 
-    def __init__(self, bus: Bus, info: EngineInfo, claims: Claims, steering: Steering, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        info: EngineInfo,
+        claims: Claims,
+        steering: Steering,
+        lifecycle: Lifecycle,
+        gate: Gate,
+        audit: Audit,
+    ) -> None:
         self._bus = bus
+        self.audit = audit
+        self.gate = gate
         self._info = info
         self._claims = claims
         self._steering = steering
@@ -40,6 +55,9 @@ class Control:
         self._aborting = 0
         self._to_pause: deque[TraceRun] = deque()
         self._wanted = Signal()
+        #: The changes of records that the engine has refused, and that are to be undone.
+        self._to_undo: deque[tuple[str, Undoing]] = deque()
+        self._refused = Signal()
 
     @property
     def busy(self) -> bool:
@@ -59,7 +77,8 @@ class Control:
                     continue
                 for order in orders:
                     if order.kind == "drain":
-                        self._lifecycle.drain(order.within_s)
+                        if self._is_allowed(order, None):
+                            self._lifecycle.drain(order.within_s)
                         continue
                     if order.kind == "cancel" and order.trace not in self._claims.runs:
                         await self._cancel(order)
@@ -71,6 +90,10 @@ class Control:
     async def _cancel(self, order: Order) -> None:
         """Cancel a trace that this engine does not run. It may wait in the queue or run on another engine."""
         try:
+            if self.gate.strict:
+                owner = self.gate.key(await self._bus.records.submitter(order.trace))
+                if not self._is_allowed(order, owner):
+                    return
             _, model = await self._bus.records.cancel(order.trace, by=order.by, reason=order.reason, force=True)
             await self._bus.queue.withdraw(model, order.trace)
         except (TraceEnded, TraceMissing):
@@ -78,13 +101,55 @@ class Control:
         except BusError as error:
             logger.warning("trace %s could not be cancelled: %s", order.trace, error)
 
+    def _is_allowed(self, order: Order, owner: Key | None) -> bool:
+        """Whether an order may be carried out for a trace of `owner`. Logs a refusal."""
+        name = order.trace or self._info.engine
+        try:
+            key = self.gate.order(order, owner)
+        except SignatureRefused as error:
+            logger.warning("an order to %s %s is refused: %s", order.kind, order.trace or "this engine", error)
+            self.audit.refused(order.kind, name, str(error), by=order.by)
+            return False
+        self.audit.accepted(order.kind, name, key, by=order.by)
+        return True
+
+    def _is_admitted(self, order: Order, run: TraceRun) -> bool:
+        """Whether an order for a trace that runs here may be carried out. A refused change is undone."""
+        if order.kind != "steer":
+            return self._is_allowed(order, run.owner)
+        if run.proofs is None:
+            return True
+        try:
+            self.audit.accepted("steer", order.trace, run.proofs.admit(order.change))
+        except SignatureRefused as error:
+            logger.warning("a change of live parameters of trace %s is refused: %s", order.trace, error)
+            self.audit.refused("steer", order.trace, str(error))
+            undoing = run.proofs.undo(order.change)
+            if undoing is not None:
+                self._to_undo.append((order.trace, undoing))
+                self._refused.notify()
+            return False
+        return True
+
+    async def undo(self) -> None:
+        """Undo in the traces' records the changes that the engine has refused. Never ends by itself."""
+        while True:
+            while not self._to_undo:
+                await self._refused.wait()
+            trace, undoing = self._to_undo.popleft()
+            try:
+                await self._bus.records.restore(trace, *undoing)
+            except BusError as error:
+                # The next engine of the trace refuses the change again.
+                logger.warning("a refused change of trace %s could not be undone: %s", trace, error)
+
     def obey(self, order: Order) -> None:
-        """Carry out an order for a trace, if the trace runs here."""
+        """Carry out an order for a trace, if the trace runs here and the order is accepted."""
         run = self._claims.runs.get(order.trace)
         if isinstance(run, list):
             run.append(order)
-        elif run is None:
-            # The trace has ended.
+        elif run is None or not self._is_admitted(order, run):
+            # The trace has ended, or nobody may do this.
             return
         elif order.kind in ("pause", "resume"):
             run.pause.request(order.by, resume=order.kind == "resume", number=order.number)

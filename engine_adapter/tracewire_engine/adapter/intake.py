@@ -13,23 +13,28 @@ import msgspec
 from msgspec import structs
 
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
+from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
 from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.lifecycle import lifecycle_fields
+from tracewire_bus.store.proofs import cancel_content, pause_content
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
-from tracewire_bus.wire.codec import NewerSchema, encode
+from tracewire_bus.wire.codec import NewerSchema, encode, sign_final
 from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
 
+from .admissions import Admissions
 from .claims import Claims
 from .control import Control
 from .engine_api import EngineLost, Rejection
+from .gate import Admitted, Gate
 from .http_requests import PlainRequests
 from .lifecycle import Lifecycle
 from .live_changes import LiveTrace
+from .live_proofs import LiveProofs
 from .settings import Settings
 from .standing_edits import RequestEdits
 from .trace_run import Attempt, RunServices, TraceRun, first
@@ -59,6 +64,8 @@ class Intake:
         settings: Settings,
     ) -> None:
         self._bus = bus
+        self._gate = control.gate
+        self._admissions = Admissions(bus, control.gate)
         self._services = services
         self._engine = services.engine
         self._info = services.info
@@ -116,7 +123,11 @@ class Intake:
         try:
             checked = await self._checked(entry)
             if checked is not None:
-                await self._run_trace(entry, scope, *checked)
+                admitted = checked[0]
+                with self._admissions.running(admitted):
+                    ended = await self._run_trace(entry, scope, *checked)
+                if ended:
+                    await self._admissions.end(entry.trace, admitted)
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
@@ -143,18 +154,21 @@ class Intake:
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
-    async def _checked(self, entry: Taken) -> tuple[Validated, list[RequestEdits]] | None:
-        """Decode and check an entry, and choose the standing interventions of each invoke, if there are any.
+    async def _checked(self, entry: Taken) -> tuple[Admitted, Validated, list[RequestEdits]] | None:
+        """Verify, decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
         Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
         """
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
         try:
-            validated = await self._validator.validate(trace, schema, entry.fields.get(b"d", b""))
+            admitted = await self._admissions.admit(trace, entry)
+            validated = await self._validator.validate(trace, schema, admitted.content, admitted.key)
             self._check_client(validated.submission.client)
-            return validated, self._choose(validated.submission)
+            self._note(validated, admitted.key)
+            return admitted, validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
+            self._control.audit.refused("submit", trace, refusal(error).message)
             self._services.limit_counts.note(error)
             failure = refusal(error)
             if self._services.spans is not None and isinstance(error, Rejection):
@@ -183,6 +197,12 @@ class Intake:
             message = f"{client[:80]!r} has {running} traces running on this engine, and may have {most}"
             raise LimitExceeded("client", message, "client_traces")
 
+    def _note(self, validated: Validated, key: Key | None) -> None:
+        """Write an accepted submission and its code to the audit trail."""
+        submission, audit = validated.submission, self._control.audit
+        code = sorted({one for one in validated.code if one})
+        audit.accepted("submit", submission.trace, key, code=code, by=submission.client)
+
     async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
         settled = (self._info.model, entry.trace, self._info.engine, entry.attempt)
@@ -197,8 +217,10 @@ class Intake:
                 error=failure.type,
                 usage=final.usage,
             )
+            sign = self._services.sign
+            data = encode(final) if sign is None else sign_final(final, partial(sign, trace))
             await self._services.writer.append(
-                trace, entry.attempt, 0, encode(final), final=True, settles=settled, lifecycle=life
+                trace, entry.attempt, 0, data, final=True, settles=settled, lifecycle=life
             )
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
@@ -221,8 +243,14 @@ class Intake:
         return chosen if any(chosen) else []
 
     async def _run_trace(
-        self, entry: Taken, scope: anyio.CancelScope, validated: Validated, edits: list[RequestEdits]
-    ) -> None:
+        self,
+        entry: Taken,
+        scope: anyio.CancelScope,
+        admitted: Admitted,
+        validated: Validated,
+        edits: list[RequestEdits],
+    ) -> bool:
+        """Run a trace. Returns whether it has ended."""
         submission = validated.submission
         trace = submission.trace
         while trace in self._claims.runs:
@@ -237,7 +265,7 @@ class Intake:
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
-                return
+                return True
             except Overtaken:
                 self.refused.reset()
                 # This engine was slow, and another one has taken the trace. Or Redis has forgotten how often the trace
@@ -247,10 +275,10 @@ class Intake:
                     self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
                 )
                 self._bus.queue.note_settled(self._info.model, entry.trace)
-                return
+                return False
             self.refused.reset()
             opened = self._bounded(entry, opened)
-            run = self._run_of(entry, validated, edits, opened)
+            run = self._run_of(entry, admitted, validated, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s
             self._claims.entries[trace] = entry, submission, due
             self._claims.runs[trace] = run
@@ -263,6 +291,7 @@ class Intake:
                     self._services.steering.over(run.live)
                 if run.span is not None:
                     run.span.end(self._fate(run))
+            return run.ended
         finally:
             del self._claims.runs[trace]
             self._claims.entries.pop(trace, None)
@@ -286,8 +315,18 @@ class Intake:
             return ""
         return "EngineLost" if self._lifecycle.lost else "EngineShutdown"
 
-    def _run_of(self, entry: Taken, validated: Validated, edits: list[RequestEdits], opened: Opened) -> TraceRun:
-        submission = validated.submission
+    def _proofs(self, submission: Submission, owner: Key | None) -> LiveProofs | None:
+        """Verifies the live parameters of a trace; None if it has none."""
+        if submission.live == _NO_LIVE:
+            return None
+        return LiveProofs(self._gate, submission.trace, owner, submission.live)
+
+    def _run_of(
+        self, entry: Taken, admitted: Admitted, validated: Validated, edits: list[RequestEdits], opened: Opened
+    ) -> TraceRun:
+        submission, owner = validated.submission, admitted.key
+        proofs = self._proofs(submission, owner)
+        opened = _proven(opened, self._gate, submission.trace, owner, proofs)
         span = None
         if self._services.spans is not None:
             span = self._services.spans.begin(entry, submission, opened.attempt, self._info.engine)
@@ -310,7 +349,9 @@ class Intake:
             queued_at=entry.queued_at,
             why=entry.why,
             live=live,
-            close=partial(self._bus.records.close, submission.trace, opened.attempt),
+            close=partial(self._close, submission.trace, opened.attempt, proofs),
+            owner=owner,
+            proofs=proofs,
             code=validated.code,
             span=span,
         )
@@ -329,6 +370,11 @@ class Intake:
         else:
             message = f"the trace's deadline, {own or 0:g} s after it was queued, has passed"
         return Failure(type="DeadlineExceeded", message=message, field="deadline")
+
+    async def _close(self, trace: str, attempt: int, proofs: LiveProofs | None) -> list[bytes]:
+        """Close a trace's record to changes. Returns those that it has accepted, and that this engine accepts."""
+        changes = await self._bus.records.close(trace, attempt)
+        return changes if proofs is None else proofs.admitted(changes)
 
     async def _run_to_its_end(
         self, entry: Taken, scope: anyio.CancelScope, submission: Submission, run: TraceRun, opened: Opened
@@ -390,6 +436,28 @@ class Intake:
                 why = "another engine wrote to its stream"
                 await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
                 self._bus.queue.note_settled(model, entry.trace)
+
+
+def _proven(opened: Opened, gate: Gate, trace: str, owner: Key | None, proofs: LiveProofs | None) -> Opened:
+    """A trace's record without what a strict gate does not accept: changes, a cancellation, a pause."""
+    if not gate.strict:
+        return opened
+    if proofs is not None:
+        opened = proofs.begin(opened)
+    cancelled, paused = opened.cancelled, opened.paused
+    try:
+        if cancelled is not None:
+            gate.proof("cancel", trace, opened.cancel_proof, cancel_content(*cancelled), owner, timely=False)
+    except SignatureRefused as error:
+        logger.warning("the cancellation of trace %s is refused: %s", trace, error)
+        cancelled = None
+    try:
+        if paused is not None:
+            gate.proof("pause", trace, opened.pause_proof, pause_content(paused), owner, timely=False)
+    except SignatureRefused as error:
+        logger.warning("the pause of trace %s is refused: %s", trace, error)
+        paused = None
+    return msgspec.structs.replace(opened, cancelled=cancelled, paused=paused)
 
 
 def _check_same(declared: bytes, now: bytes) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 from contextlib import suppress
+from functools import partial
 
 import anyio
 
@@ -31,11 +32,13 @@ from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.adapters import name_prefix
 
+from .audit import Audit
 from .backpressure import Backpressure
 from .bulk_writer import BulkWriter
 from .claims import Claims
 from .control import Control
 from .engine_api import Engine
+from .gate import Gate
 from .http_requests import PlainRequests
 from .intake import Intake
 from .large_inputs import Inputs
@@ -79,7 +82,10 @@ class Adapter:
         self._pending: dict[str, PendingRecords] = {}
         _describe(info, bus, settings)
         self._validator = Validator(info, tree, settings.code, settings.limits)
-        checks = self._validator.check_block, self._renew, settings.code.permit
+        gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine)
+        self._audit = Audit(bus, info, settings.audit)
+        self._validator.keep = self._audit.keep
+        checks = self._validator.check_edit, self._renew, settings.code.permit, gate.edit, self._audit
         self._standing = StandingEdits(bus, info, tree, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)
@@ -93,26 +99,11 @@ class Adapter:
         self._claims = Claims(bus, info)
         self._writer.restorer.claims = self._claims.commands
         self._writer.restorer.claimed = self._claims.acknowledged
-        self._control = Control(bus, info, self._claims, self._steering, self._lifecycle)
+        self._control = Control(bus, info, self._claims, self._steering, self._lifecycle, gate, self._audit)
         self._recovery = bus.recovery(info.model)
         self._leases = LeaseWatch(bus, info, self._claims, self._control, self._recovery, settings.heartbeat_s)
         self._bulk = BulkWriter(bus, settings.bulk) if settings.bulk is not None else None
-        services = RunServices(
-            engine=engine,
-            info=info,
-            writer=self._writer,
-            pending=self._pending,
-            reports=self._reports,
-            names=map(f"{name_prefix(settings.adapter)}{{}}".format, itertools.count()),
-            blobs=bus.blobs,
-            inputs=Inputs(bus.blobs, engine.inputs, engine.carrier, settings.limits.variable_bytes),
-            vectors=VectorFiles(bus.vectors, engine.inputs, engine.carrier),
-            steering=self._steering,
-            retention=self._retention,
-            bulk=self._bulk,
-            standing=self._standing,
-            spans=settings.spans,
-        )
+        services = self._services()
         self._intake = Intake(
             bus, services, self._validator, self._claims, self._control, self.plain, self._lifecycle, settings
         )
@@ -128,6 +119,29 @@ class Adapter:
     def note_limit(self, name: str) -> None:
         """Count that a limit was reached; `name` is as in `Limits`."""
         self._trace_limits.counts[name] += 1
+
+    def _services(self) -> RunServices:
+        """What the runs of traces use."""
+        signer = self._settings.identity.signer
+        return RunServices(
+            engine=self._engine,
+            info=self._info,
+            writer=self._writer,
+            pending=self._pending,
+            reports=self._reports,
+            names=map(f"{name_prefix(self._settings.adapter)}{{}}".format, itertools.count()),
+            blobs=self._bus.blobs,
+            inputs=Inputs(
+                self._bus.blobs, self._engine.inputs, self._engine.carrier, self._settings.limits.variable_bytes
+            ),
+            vectors=VectorFiles(self._bus.vectors, self._engine.inputs, self._engine.carrier),
+            steering=self._steering,
+            retention=self._retention,
+            bulk=self._bulk,
+            standing=self._standing,
+            sign=None if signer is None else partial(signer.sign_final, self._bus.keys.prefix),
+            spans=self._settings.spans,
+        )
 
     @property
     def lost(self) -> bool:
@@ -183,6 +197,8 @@ class Adapter:
             group.start_soon(self._control.read)
             group.start_soon(self._steering.run)
             group.start_soon(self._control.run)
+            group.start_soon(self._control.undo)
+            group.start_soon(self._audit.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)
             if self._bulk is not None:
@@ -208,6 +224,7 @@ class Adapter:
                 traces.cancel_scope.cancel()
             with anyio.move_on_after(self._settings.last_words_s):
                 await self._standing.flushed()
+                await self._audit.flushed()
             group.cancel_scope.cancel()
 
     async def _register(self) -> None:
@@ -360,3 +377,5 @@ def _describe(info: EngineInfo, bus: Bus, settings: Settings) -> None:
     """Write into the engine's entry of the registry what its settings say."""
     info.retention_s, info.limits = bus.retention_s, changed(settings.limits)
     info.code, info.code_reason = settings.code.code, settings.code.reason
+    identity = settings.identity
+    info.unsigned, info.public_key = identity.unsigned, "" if identity.signer is None else identity.signer.public

@@ -10,6 +10,7 @@ from tracewire_bus.store.blobs import THRESHOLD_BYTES
 
 from .bulk_writer import BulkSettings
 from .code_policy import CodePolicy
+from .gate import Identity
 from .pending import REPORT_S
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings"]
 
-_ANY = CodePolicy()
+_ANY, _NOBODY = CodePolicy(), Identity()
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,7 @@ class Settings:
     code: CodePolicy = _ANY
     #: What a submission and a trace may be and take.
     limits: Limits = DEFAULTS
+    #: Whose signatures the adapter accepts, and its own.
+    identity: Identity = _NOBODY
+    #: How many entries the audit trail keeps (0: the adapter writes none).
+    audit: int = 0

@@ -20,9 +20,10 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check, normalize
 from tracewire_bus.domain.tree import ModuleTree
-from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
+from tracewire_bus.store.edits import RECORD_BYTES, Admit, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
@@ -30,6 +31,7 @@ from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, Engin
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
+from .audit import Audit
 from .digests import split_by_edit
 from .engine_api import Rejection
 from .pending import PendingRecords
@@ -108,7 +110,8 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
 
 class StandingEdits:
     """The edits of one engine's model. `check_block` refuses a block that cannot run, and `permit` makes the workers'
-    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs.
+    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs. `admit` verifies
+    an edit's signature.
     """
 
     def __init__(
@@ -116,9 +119,11 @@ class StandingEdits:
         bus: Bus,
         info: EngineInfo,
         tree: ModuleTree,
-        check_block: Callable[[Block], Awaitable[str]],
+        check_block: Callable[[Block, Key | None], Awaitable[str]],
         announce: Callable[[], Awaitable[None]],
         permit: Callable[[bytes], bytes] = lambda block: b"",
+        admit: Admit | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._bus = bus
         self._info = info
@@ -126,6 +131,10 @@ class StandingEdits:
         self._check_block = check_block
         self._announce = announce
         self._permit = permit
+        self._admit = admit
+        self._audit = audit
+        #: The versions of edits that stand in the audit trail.
+        self._noted: dict[str, int] = {}
         self._ready: list[RunnableEdit] = []
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
@@ -165,7 +174,7 @@ class StandingEdits:
         edits = self._bus.edits
         if await edits.generation(self._info.model) == self._generation:
             return
-        await self.take(await edits.load(self._info.model))
+        await self.take(await edits.load(self._info.model, self._admit))
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:
@@ -185,6 +194,7 @@ class StandingEdits:
             except Exception as error:  # hostile content of one edit must not stop the others
                 logger.exception("edit %s could not be checked", one.name)
                 errors[one.name] = refused[one.name] = f"{type(error).__name__}: {error}"
+        self._note(edits, errors)
         self._ready, self._refused, self._generation, self._chosen = ready, refused, edits.generation, {}
         known = {(edit.name, edit.version) for edit in ready}
         self._streaks = {key: streak for key, streak in self._streaks.items() if key in known}
@@ -192,6 +202,19 @@ class StandingEdits:
         failures = self._info.edit_failures
         # A counter of an edit that is gone would never end.
         self._info.edit_failures = {one.name: failures[one.name] for one in edits.edits if one.name in failures}
+
+    def _note(self, edits: EditSet, errors: dict[str, str]) -> None:
+        """Write new versions of edits to the audit trail. `errors` says why edits do not run, by name."""
+        noted, self._noted = self._noted, {one.name: one.version for one in edits.edits}
+        for one in edits.edits if self._audit is not None else ():
+            assert self._audit is not None
+            if noted.get(one.name) == one.version:
+                continue
+            by = "" if one.edit is None else one.edit.by
+            if one.name in errors:
+                self._audit.refused("edit", one.name, errors[one.name], one.signer, by=by)
+            else:
+                self._audit.accepted("edit", one.name, one.signer, by=by)
 
     async def _check(self, installed: Installed) -> RunnableEdit:
         edit = installed.edit
@@ -203,7 +226,7 @@ class StandingEdits:
             raise Rejection("interventions", "StopWhen belongs to a trace: an edit ends no request")
         block = None
         if edit.block is not None:
-            await self._check_block(edit.block)
+            await self._check_block(edit.block, installed.signer)
             encoded = _encoder.encode(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(encoded), edit.on_error == "fail", self._permit(encoded))
         for index, name, value in array_fields(edit.interventions):

@@ -15,12 +15,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
 from tracewire_bus.bus import BusFull, Fenced, Writer
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.domain.limit_table import LimitCounts
 from tracewire_bus.store.blobs import Blobs
@@ -51,6 +53,7 @@ from .bulk_writer import BulkWriter
 from .engine_api import Choice, Engine, EngineLost, Rejection
 from .large_inputs import Inputs
 from .live_changes import LiveTrace, Steering, take_last_changes
+from .live_proofs import LiveProofs
 from .pause_state import PauseState
 from .pending import PendingRecords, ReportMissing
 from .report_router import ReportRouter
@@ -95,6 +98,8 @@ class RunServices:
     retention: Retention
     bulk: BulkWriter | None
     standing: StandingEdits
+    #: Signs the encoded final of a trace, if the engine has a key.
+    sign: Callable[[str, bytes], bytes] | None = None
     #: Makes the traces' OpenTelemetry spans, if the adapter makes any.
     spans: TraceSpans | None = None
     #: Counts how often each limit was reached.
@@ -120,6 +125,9 @@ class Attempt:
     close: Callable[[], Awaitable[list[bytes]]]
     #: The hash of each invoke's code, if an invoke has any.
     code: Sequence[str] = ()
+    #: The key that has signed the submission; and the verified live parameters.
+    owner: Key | None = None
+    proofs: LiveProofs | None = None
     #: The attempt's OpenTelemetry span, if there is one.
     span: AttemptSpan | None = None
 
@@ -142,11 +150,14 @@ class TraceRun:
         tally = services.retention.tally(submission.trace, attempt.number)
         bulk = services.bulk.of_trace(submission.trace) if services.bulk is not None else None
         self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
+        if services.sign is not None:
+            self._stream.sign = partial(services.sign, submission.trace)
         self.span = attempt.span
         self._stream.observer = attempt.observer
         self._submission = submission
         self.trace = submission.trace
         self._attempt = attempt
+        self.owner, self.proofs = attempt.owner, attempt.proofs
         self._shared: SharedSaves | None = None
         self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
         self._stops = _stops(submission)
@@ -568,4 +579,6 @@ def _accepted(
         prompt_token_ids=[request.prepared.token_ids for request in requests],
         prompt_token_strings=[one for one in strings if one is not None],
         code=list(attempt.code),
+        key="" if attempt.owner is None else attempt.owner.id,
+        tenant="" if attempt.owner is None else attempt.owner.tenant,
     )

@@ -48,6 +48,7 @@ from tracewire_bus.wire.messages import (
     Submission,
 )
 from tracewire_bus.wire.messages import Final as FinalEvent
+from tracewire_bus.wire.signing import unwrap
 
 from .trace_stream import RawAccepted
 
@@ -106,7 +107,7 @@ class TraceSpans:
         data = entry.fields.get(b"d", b"")
         with suppress(ValueError):
             if len(data) <= _LIGHT_BYTES:
-                submission = decode_submission(data)
+                submission = decode_submission(unwrap(data)[1])
                 span = self.begin(entry, submission, entry.attempt, engine)
                 span.event(FinalEvent(attempt=entry.attempt, seq=0, status="rejected", error=failure))
                 span.end()

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 import msgspec
 
+from tracewire_bus.domain.code_identity import code_hash
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.domain.tree import ModuleTree
@@ -74,6 +76,8 @@ class Validator:
         self._limits = limits
         self._tree = tree
         self._code = code or CodePolicy()
+        #: Is called with each block whose code may run or is refused, and the hash of the code.
+        self.keep: Callable[[str, Block], None] = lambda hash, block: None
         self._sources = Sources(info, tree)
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
@@ -81,13 +85,14 @@ class Validator:
         #: Encoded interventions with their locations, by the interventions and live parameters as they were sent.
         self._placed: dict[bytes, bytes] = {}
 
-    async def validate(self, trace: str, schema: str, data: bytes) -> Validated:
+    async def validate(self, trace: str, schema: str, data: bytes, key: Key | None = None) -> Validated:
         """Decode and check a submission.
 
         Args:
             trace: the trace id of its queue entry.
             schema: the version of the schema in which it is encoded.
             data: the encoded submission.
+            key: the key that has signed it.
 
         Raises:
             Rejection, LimitExceeded, NewerSchema: it cannot run here; see `refusal`.
@@ -97,7 +102,7 @@ class Validator:
         submission, light = await self._decode(data)
         if submission.trace != trace:
             raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
-        blocks, code = await self._check(submission)
+        blocks, code = await self._check(submission, key)
         return Validated(submission, blocks, await self._look(light, self._place, submission, data), code)
 
     async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
@@ -144,7 +149,7 @@ class Validator:
         await self._look(False, lambda: [measure(data, field) for field, data in long])
         return False
 
-    async def _check(self, submission: Submission) -> tuple[Blocks, list[str]]:
+    async def _check(self, submission: Submission, key: Key | None) -> tuple[Blocks, list[str]]:
         """Check a submission without the engine. Returns the encoded block, and the hash of the code, of each invoke.
 
         Raises:
@@ -168,7 +173,7 @@ class Validator:
         hashes: dict[int, str] = {}
         for index, block in enumerate([submission.block, *(invoke.block for invoke in submission.invokes)]):
             if block is not None:
-                hashes[index] = await self.check_block(block, shared)
+                hashes[index] = await self.check_block(block, shared, key)
                 encoded[index] = self._encoder.encode(block)
         numbers = range(1, len(submission.invokes) + 1)
         return (
@@ -176,13 +181,26 @@ class Validator:
             [hashes.get(number, hashes.get(0, "")) for number in numbers] if hashes else [],
         )
 
-    async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING) -> str:
-        """Refuse a block that cannot run here. Returns the hash of its code. `shared` are its trace's shared values.
+    async def check_block(self, block: Block, shared: Mapping[Any, Any] = _NOTHING, key: Key | None = None) -> str:
+        """Refuse a block that cannot run here. Returns the hash of its code.
+
+        Args:
+            block: the block.
+            shared: the shared values of its trace.
+            key: the key that has signed it.
 
         Raises:
             Rejection: the block cannot run.
         """
-        code = await self._look(len(block.variables) <= _LIGHT_BYTES, self._code.check, block)
+        may_ship = key is not None and key.may("code")
+        try:
+            code = await self._look(len(block.variables) <= _LIGHT_BYTES, self._code.check, block, may_ship)
+        except Rejection as rejection:
+            if rejection.failure.type == "CodeRefused" and self._code.code != "none":
+                # An operator may want to see it, and to approve it.
+                self.keep(code_hash(block), block)
+            raise
+        self.keep(code, block)
         self._code.check_imports(block.name, block.modules.values())
         self._code.check_imports(block.name, (module for module, _ in block.imports.values()))
         await self._check_source(block)
@@ -196,6 +214,14 @@ class Validator:
         if missing:
             raise Rejection("shared", f"{block.name} uses shared values that the trace does not have: {missing}")
         return code
+
+    async def check_edit(self, block: Block, key: Key | None = None) -> str:
+        """Refuse the block of an edit that cannot run here. Returns the hash of its code. `key` has signed the edit.
+
+        Raises:
+            Rejection: the block cannot run.
+        """
+        return await self.check_block(block, key=key)
 
     def _place(self, submission: Submission, data: bytes) -> bytes | None:
         """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.

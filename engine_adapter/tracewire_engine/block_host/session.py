@@ -156,7 +156,7 @@ class Session:
         interleaver.mediators = []
         interleaver.sourced.clear()
         new = [_new(one.id, one.arguments) for one in began.new]
-        requests.add(new, {})
+        requests.add(new)
         for one in began.new:
             if one.reserved and one.id in requests.traced:
                 requests.traced[one.id].tracker.reserved = frozenset(one.reserved)

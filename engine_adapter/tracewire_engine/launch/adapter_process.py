@@ -15,7 +15,7 @@ import anyio
 from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.transport.errors import BusUnavailable
 
-from .code_options import code_policy
+from .code_options import audit_entries, code_policy, identity_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -96,6 +96,8 @@ def adapter_settings(options: argparse.Namespace, number: int, count: int, spans
         engine_patience_s=options.engine_patience,
         limits=parse_limits(options.limit),
         code=code_policy(options),
+        identity=identity_of(options),
+        audit=audit_entries(options),
     )
 
 

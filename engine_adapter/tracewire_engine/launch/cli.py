@@ -49,9 +49,9 @@ from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.wire.messages import EngineInfo
-    from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.http_server import HttpApi
     from tracewire_engine.adapter.service import Adapter
+    from tracewire_engine.adapter.settings import Settings
     from tracewire_engine.adapter.vllm_engine import ServedModel, VllmEngine
 
     from .adapter_group import AdapterGroup
@@ -364,7 +364,7 @@ async def _run(
             return _refuse(stranger)
         settings = adapter_settings(options, 0, options.adapters, spans_of(options, info, held))
         engine.permit = settings.code.permit
-        _say(settings.code)
+        _say(settings)
         adapter = Adapter(engine, info, bus, settings)
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
@@ -388,10 +388,16 @@ async def _run(
     return 1 if adapter.lost else 0
 
 
-def _say(code: CodePolicy) -> None:
-    """Log whose blocks the engine runs."""
+def _say(settings: Settings) -> None:
+    """Log whose blocks the engine runs, and whose orders it obeys."""
+    code, identity = settings.code, settings.identity
     level = logging.WARNING if code.code == "any" else logging.INFO
     logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
+    if identity.keyring is None:
+        logger.info("no --keyring: everybody who can write to this Redis may submit, steer, install edits and drain")
+    else:
+        unsigned = "accepted" if identity.unsigned else "refused"
+        logger.info("keys of %s; what no key has signed is %s", identity.keyring.path, unsigned)
 
 
 async def _http_api(

@@ -1,4 +1,6 @@
-"""Whose blocks an engine runs, by its options: `--code`, `--approved` and `--code-imports`."""
+"""Whom an engine obeys, by its options: whose blocks it runs (`--code`, `--approved`, `--code-imports`), and whose
+signatures it accepts (`--keyring`, `--unsigned`, `--engine-key`).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ from typing import TYPE_CHECKING
 
 from tracewire_bus.domain.approvals import Approvals, ApprovalsError
 from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
+from tracewire_bus.domain.identity import KeyFileError, Keyring, Signer
 from tracewire_engine.protocol.permits import Permits
 
 from .private_bus import why_shared
 
 if TYPE_CHECKING:
     from tracewire_engine.adapter.code_policy import CodePolicy
+    from tracewire_engine.adapter.gate import Identity
 
-__all__ = ["check_code", "code_policy", "limited_imports"]
+__all__ = ["audit_entries", "check_code", "code_policy", "identity_of", "limited_imports"]
+
+#: How many entries the audit trail keeps by default, where there is one.
+_TRAIL = 100_000
 
 
 def check_code(options: argparse.Namespace) -> None:
@@ -32,6 +39,39 @@ def check_code(options: argparse.Namespace) -> None:
             Approvals(options.approved).hashes()
         except ApprovalsError as error:
             raise ValueError(f"--approved: {error}") from error
+    for option in ("--code signed", "--unsigned refuse"):
+        name, value = option[2:].split(" ")
+        if options.keyring is None and getattr(options, name) == value:
+            raise ValueError(f"{option} needs --keyring FILE: the public keys of clients (tracewire keys new)")
+    if options.keyring is not None:
+        try:
+            if not Keyring(options.keyring).listed():
+                raise KeyFileError(f"{options.keyring} has no key (tracewire keys new makes one)")
+        except KeyFileError as error:
+            raise ValueError(f"--keyring: {error}") from error
+    if options.engine_key is not None:
+        _signer(options)
+
+
+def _signer(options: argparse.Namespace) -> Signer:
+    try:
+        return Signer.load(options.engine_key)
+    except KeyFileError as error:
+        raise ValueError(f"--engine-key: {error}") from error
+
+
+def identity_of(options: argparse.Namespace) -> Identity:
+    """Whose signatures the engine accepts. Unsigned content is accepted by default where nothing can be verified."""
+    from tracewire_engine.adapter.gate import Identity
+
+    unsigned, reason = options.unsigned, "as the operator has set it"
+    if unsigned is None:
+        shared = why_shared(options.url)
+        unsigned = "refuse" if shared and options.keyring is not None else "accept"
+        reason = f"the default with a keyring, since {shared}" if unsigned == "refuse" else "the default"
+    keyring = None if options.keyring is None else Keyring(options.keyring)
+    signer = None if options.engine_key is None else _signer(options)
+    return Identity(keyring, unsigned == "accept", reason, signer)
 
 
 def limited_imports(options: argparse.Namespace) -> frozenset[str]:
@@ -52,3 +92,10 @@ def code_policy(options: argparse.Namespace) -> CodePolicy:
     imports = getattr(options, "code_imports", None if code == "any" else DEFAULT_IMPORTS)
     approvals = None if options.approved is None else Approvals(options.approved)
     return CodePolicy(code, reason, approvals=approvals, imports=imports, permits=Permits(options.permit_key))
+
+
+def audit_entries(options: argparse.Namespace) -> int:
+    """How many entries the audit trail keeps; 0 without one."""
+    if options.audit is not None:
+        return int(options.audit)
+    return _TRAIL if options.keyring is not None or code_policy(options).code != "any" else 0

@@ -179,6 +179,31 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         f"{len(DEFAULT_IMPORTS)} packages such as torch, numpy and math; see docs/security.md)",
     )
     group.add_argument(
+        "--keyring",
+        type=Path,
+        metavar="FILE",
+        help="the public keys of clients, with their tenants and rights (tracewire keys); read again when it changes",
+    )
+    group.add_argument(
+        "--unsigned",
+        choices=("accept", "refuse"),
+        help="what to do with submissions, orders and edits that no key has signed (default: accept if there is no "
+        "--keyring, or if the Redis is private to this user; else refuse)",
+    )
+    group.add_argument(
+        "--engine-key",
+        type=Path,
+        metavar="FILE",
+        help="sign the finals of traces with this key file (tracewire keys new), so that a forged one shows",
+    )
+    group.add_argument(
+        "--audit",
+        type=whole(0),
+        metavar="ENTRIES",
+        help="write what this engine was asked for, and decided, to the audit trail of this Redis, which keeps about "
+        "so many entries (default: 100000 with --keyring, or if --code is not any; else 0, none)",
+    )
+    group.add_argument(
         "--block-timeout",
         type=float,
         default=10.0,

@@ -20,6 +20,7 @@ from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submissio
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, Declared, Submission
 from tracewire_bus.wire.packing import pack, unpack
 from tracewire_bus.wire.refs import ArrayRef
+from tracewire_bus.wire.signing import unwrap
 
 from .listing import Listing
 
@@ -61,8 +62,8 @@ class DeadLetter(msgspec.Struct, frozen=True):
         submission, problem = None, None
         try:
             check_schema(letter.schema, REQUEST_SCHEMA)
-            submission = decode_submission(letter.data)
-        except (NewerSchema, msgspec.MsgspecError) as error:
+            submission = decode_submission(unwrap(letter.data)[1])
+        except (NewerSchema, ValueError) as error:
             problem = str(error)
         return cls(letter.id, letter.time, letter.model, letter.trace, letter.reason, submission, problem)
 

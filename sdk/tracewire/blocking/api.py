@@ -800,14 +800,13 @@ class Server(Bridge[AsyncServer]):
 class Client(BlockingClient):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
-        client = tracewire.Client(url)
-        with client: ...
+        with tracewire.Client(url) as client: ...
 
     `url` is the URL of a Redis: `redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port,host:port/service` or
     `redis+cluster://host:port,host:port` (see `docs/redis.md`). `embedded://` starts a private Redis that ends with the
     client; other processes connect to `client.url`. Without a `url`, the client uses the variable `TRACEWIRE_URL`.
     `prefix` stands before every key. `name` is the client's name for the engines, which serve clients in turns; the
-    default is the host's name and the process's id.
+    default is the host's name and the process's id. `key` and `engine_keys` are in `KeyOptions`.
 
     A client runs on asyncio or trio and belongs to the event loop that connected it; any task of that loop may use it.
     Threads and scripts use `tracewire.blocking.Client`. The client owns its tasks and connections. Closing it ends

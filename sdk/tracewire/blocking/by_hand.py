@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack
 
 from tracewire.checks import Duration
 from tracewire.client import Client as AsyncClient
+from tracewire.client import KeyOptions
 from tracewire.errors import AlreadyEntered
 from tracewire.options import SamplingOptions
 from tracewire.submission import PromptInput
@@ -32,8 +33,9 @@ class BlockingClient(Bridge[AsyncClient]):
         name: str | None = None,
         lease_ttl: Duration = 10.0,
         retry_timeout: Duration | None = 20.0,
+        **keys: Unpack[KeyOptions],
     ) -> None:
-        made = AsyncClient(url, prefix=prefix, name=name, lease_ttl=lease_ttl, retry_timeout=retry_timeout)
+        made = AsyncClient(url, prefix=prefix, name=name, lease_ttl=lease_ttl, retry_timeout=retry_timeout, **keys)
         super().__init__(Portal(), made)
         self._entered = False
         self._add_resources()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 
+from tracewire.client import connect
 from tracewire.errors import TraceRejected
 from tracewire_bus.domain.approvals import Approvals, ApprovalsError
 from tracewire_bus.domain.code_identity import code_hash, described
+from tracewire_bus.store.audit import AuditLog
 from tracewire_bus.wire.messages import Block
 
 from .blocks import BLOCK, load_block
@@ -21,20 +25,23 @@ from .printing import print_json, remark
 
 __all__ = ["add_approve"]
 
+_HASH = re.compile("[0-9a-f]{64}")
 
-def add_approve(commands: Any) -> None:
+
+def add_approve(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     approve = add_command(
         commands,
         "approve",
         _approve,
-        parents=(),
+        parents=parents,
         help="approve a block for engines with --code listed: shows its code, or a diff to what was approved before",
         exits={0: "the block is approved", 1: "it is not, or the file cannot be read or written"},
         examples=("tracewire approve probes.py::watch --to approved.json",),
         json="an object: name, hash, approved",
     )
-    approve.add_argument("block", metavar=BLOCK, help="the block; its file is executed")
+    what = "the block, whose file is executed; or the hash of code in the audit trail of --url"
+    approve.add_argument("block", metavar=f"{BLOCK}|HASH", help=what)
     approve.add_argument(
         "--to",
         type=Path,
@@ -54,24 +61,35 @@ def add_approve(commands: Any) -> None:
 
 
 async def _approve(options: argparse.Namespace) -> int:
-    block = _block(options)
+    name, code, text = await _found(options)
     approvals = Approvals(options.to)
-    code, text = code_hash(block), described(block)
     try:
         if options.revoke:
             approved = False
             was = "is not approved any more" if approvals.remove(code) else "was not approved"
-            remark(f"tracewire: {block.name} ({code}) {was}")
+            remark(f"tracewire: {name} ({code}) {was}")
         else:
-            approved = await _asked(options, approvals, block.name, code, text)
+            approved = await _asked(options, approvals, name, code, text)
     except ApprovalsError as error:
         remark(f"tracewire: {error}")
         return 1
     if options.json:
-        print_json({"name": block.name, "hash": code, "approved": approved})
+        print_json({"name": name, "hash": code, "approved": approved})
     elif approved:
         print(code)
     return 0 if approved or options.revoke else 1
+
+
+async def _found(options: argparse.Namespace) -> tuple[str, str, str]:
+    """The name of the block, the hash of its code, and all that the hash covers, as text."""
+    if _HASH.fullmatch(options.block) is None:
+        block = _block(options)
+        return block.name, code_hash(block), described(block)
+    async with connect(options.url, prefix=options.prefix) as client:
+        text = await AuditLog(client._session.open_bus()).code(options.block)
+    if text is None:
+        raise UsageError(f"no code of hash {options.block} is in the audit trail (tracewire engine --audit)")
+    return text.removeprefix("block ").partition("(")[0], options.block, text
 
 
 async def _asked(options: argparse.Namespace, approvals: Approvals, name: str, code: str, text: str) -> bool:

@@ -20,6 +20,7 @@ from tracewire.errors import TracewireError
 
 from .acl import add_acl
 from .approve import add_approve
+from .audit import add_audit
 from .chat import add_chat
 from .commands import Parser, UsageError
 from .completion import add_completion, complete
@@ -32,6 +33,7 @@ from .export import add_export
 from .gateway import add_gateway
 from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
+from .keyring import add_keys
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
@@ -154,9 +156,10 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_up(commands, parents)
     for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
-    for add in (add_harvest, add_edits, add_dead, add_doctor, add_gateway, add_acl):
+    for add in (add_harvest, add_edits, add_dead, add_audit, add_doctor, add_gateway, add_acl):
         add(commands, parents)
-    add_approve(commands)
+    add_approve(commands, parents)
+    add_keys(commands)
     add_redis(commands)
     add_completion(commands)
     own = frozenset(commands.choices)

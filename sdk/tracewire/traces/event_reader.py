@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from tracewire.error_mapping import bus_errors, connect_error
-from tracewire.errors import ClientTooOld, EventsLost, MalformedEvent, TraceForgotten, ValueMissing
+from tracewire.errors import ClientTooOld, EventsLost, MalformedEvent, TraceForgotten, UnverifiedFinal, ValueMissing
 from tracewire_bus.bulk.reader import BulkMissing
 from tracewire_bus.bus import BusError, BusUnavailable, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
@@ -44,6 +44,7 @@ class EventReader:
         self.trace_id = trace_id
         self._bulk = bus.bulk
         self._vectors = bus.vectors
+        self._is_genuine = bus.proofs.is_genuine
         self._saves = saves
         #: An entry that was read and not returned yet: the call that read it was cancelled.
         self._unreturned: Entry | None = None
@@ -78,6 +79,7 @@ class EventReader:
 
         Raises:
             MalformedEvent: it cannot be read, or does not follow the folded events.
+            UnverifiedFinal: it is a final that no engine has signed that the client trusts.
             ClientTooOld: it is of a newer schema than this client reads.
             EventsLost: events were removed, and there is no snapshot of the state after them.
             TraceForgotten: the trace was removed.
@@ -135,6 +137,8 @@ class EventReader:
             return None
         except msgspec.MsgspecError as error:
             raise MalformedEvent(f"trace {self.trace_id}: event {entry.id} cannot be read: {error}") from error
+        if isinstance(event, Final) and not self._is_genuine(self.trace_id, entry.data, event):
+            raise UnverifiedFinal(self.trace_id, event)
         if isinstance(event, Final) and event.error is not None and event.error.type == MISSING:
             # The next trace that has the vector stores it again.
             self._vectors.forget()

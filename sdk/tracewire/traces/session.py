@@ -13,6 +13,7 @@ import anyio
 from tracewire.error_mapping import connect_error
 from tracewire.errors import ClientClosed, InvalidUrl, NotConnected, PrivateRedisError, WrongEventLoop
 from tracewire_bus.bus import Bus, BusError
+from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.transport.loops import Loop, current_loop
 from tracewire_bus.transport.tasks import PerTickLimiter
 
@@ -46,12 +47,15 @@ class Session:
 
     presence: Presence
 
-    def __init__(self, url: str, *, name: str | None, prefix: str, lease_ttl: float, retry_timeout: float) -> None:
+    def __init__(
+        self, url: str, *, name: str | None, prefix: str, lease_ttl: float, retry_timeout: float, proofs: Proofs
+    ) -> None:
         self.url = url
         self.name = name if name is not None else f"{socket.gethostname()}:{os.getpid()}"
         self.models = ServedModels(self.open_bus)
         self.turns = PerTickLimiter(_TRACES_PER_TICK)
         self._make_bus = partial(Bus.open, url, prefix=prefix, patience_s=retry_timeout)
+        self._proofs = proofs
         self._lease_ttl = lease_ttl
         try:
             self._make_bus()
@@ -128,6 +132,7 @@ class Session:
         from tracewire_bus.transport.embedded import EmbeddedServerError
 
         bus = self._make_bus()
+        bus.proofs = self._proofs.on(bus.keys.prefix)
         try:
             await bus.__aenter__()
         except BusError as error:

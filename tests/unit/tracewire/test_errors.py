@@ -272,6 +272,20 @@ async def InvalidUrl(world: World) -> None:
 
 
 @raises
+async def InvalidKey(world: World) -> None:
+    tracewire.Client("redis://localhost", key=world.folder / "none.key")
+
+
+@raises
+async def UnverifiedFinal(world: World) -> None:
+    async with (
+        world.engine(),
+        tracewire.connect(world.bus.url, prefix=world.bus.keys.prefix, engine_keys=["ab" * 32]) as client,
+    ):
+        await client.trace("tiny", "hello").result()
+
+
+@raises
 async def NotConnected(world: World) -> None:
     await Client(world.bus.url).models.list()
 

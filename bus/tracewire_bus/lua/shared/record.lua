@@ -5,6 +5,8 @@
 --   z by whom it is paused, zn how often it was paused and resumed
 --   lw how many changes may wait, lr how many may come a second; ls the second of the last one, ln how many came in it
 --   r for how many seconds it is kept after its end
+--   k the id of the key that has signed the submission
+--   g:NAME the signed change that has set a live value, xg and zg the signatures of x and z
 local record = {}
 -- Most operations of one trace whose ids are remembered.
 local OPERATIONS = 1000

@@ -133,6 +133,9 @@ class BlockCache:
                 exec(code, shared)  # noqa: S102  # nosec B102
             for helper in message.helpers:
                 scope[helper.name] = shared[helper.name]
+        if names is not builtins.__dict__:
+            # nnsight executes the code in these, and Python would put its own builtins there.
+            variables["__builtins__"] = names
         mediator = self._kind(compiled.code, scope, variables)
         mediator.compiled, mediator.live = compiled, live
         return mediator

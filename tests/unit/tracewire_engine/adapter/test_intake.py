@@ -94,7 +94,7 @@ async def begun(engine: PlayedEngine) -> tuple[str, Any]:
 async def test_what_names_no_trace_becomes_a_dead_letter(client: Client, bus: Bus, embedded: str, prefix: str) -> None:
     """And what does is answered on its stream. The engine goes on."""
     engine = PlayedEngine()
-    for name, data in (("", b"\x00garbage"), ("x" * 1000, b"else"), ("named", b"\xc1")):
+    for name, data in (("", b"\x00garbage"), ("x" * 1000, b"else"), ("named", b"\x80")):
         await bus.queue.put("tiny", name, data)
     with anyio.fail_after(PATIENCE):
         async with adapted(embedded, prefix, engine), client.trace("tiny", "hello") as trace:
@@ -280,7 +280,7 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
             await bus.records.end(entry.trace, "failed", Failure(type="Test", message="ended by others"))
             return await opening(entry)
 
-        def check(_: Any) -> None:
+        def check(*_: Any) -> None:
             ended.set()
             raise Rejection("prompt", "it is not to the adapter's liking")
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.identities import Identities
 from tracewire_bus.domain.approvals import Approvals
 from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.engine_api import Rejection
-from tracewire_engine.launch.code_options import check_code, code_policy, limited_imports
+from tracewire_engine.launch.code_options import check_code, code_policy, identity_of, limited_imports
 from tracewire_engine.launch.options import add_options
 
 
@@ -78,3 +79,42 @@ def test_listed_needs_the_file_and_reads_it(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ValueError, match=r"--approved: .*approved\.json"):
         check_code(options)
+
+
+def test_unsigned_is_refused_where_a_keyring_is_and_the_bus_may_be_shared(tmp_path: Path, embedded: str) -> None:
+    keys = Identities(tmp_path)
+    ring = ("--keyring", str(keys.ring.path))
+    for url, arguments, unsigned in (
+        ("redis://elsewhere", (), True),
+        ("redis://elsewhere", ring, False),
+        ("redis://elsewhere", (*ring, "--unsigned", "accept"), True),
+        (embedded, ring, True),
+        (embedded, (*ring, "--unsigned", "refuse"), False),
+    ):
+        options = parsed(*arguments, url=url)
+        check_code(options)
+        found = identity_of(options)
+        assert found.unsigned == unsigned, arguments
+        assert (found.keyring is None) == (not arguments)
+    assert "elsewhere may be shared" in identity_of(parsed(*ring)).reason
+    signing = identity_of(parsed("--engine-key", str(keys.path("engine")))).signer
+    assert signing is not None
+    assert signing.public == keys.signer("engine").public
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--code", "signed"], "--code signed needs --keyring FILE"),
+        (["--unsigned", "refuse"], "--unsigned refuse needs --keyring FILE"),
+        (["--keyring", "NONE"], r"--keyring: .*none has no key"),
+        (["--keyring", "BAD"], r"--keyring: .*bad: "),
+        (["--engine-key", "NONE"], r"--engine-key: .*none: No such file"),
+        (["--engine-key", "BAD"], r"--engine-key: .*bad is no key file"),
+    ],
+)
+def test_options_that_lack_a_file_are_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("{")
+    named = {"NONE": str(tmp_path / "none"), "BAD": str(tmp_path / "bad")}
+    with pytest.raises(ValueError, match=says):
+        check_code(parsed(*(named.get(one, one) for one in arguments)))

@@ -96,6 +96,10 @@ def test_a_permit_that_is_limited_limits_imports(fields: dict[str, Any]) -> None
     cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=False)).run()
     with pytest.raises(ImportError, match="'os'"):
         cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=True))
+    # nnsight executes the code in the variables, without the scope.
     hidden = _encoded("__import__('os')")
+    taken = cache.mediator(hidden, LiveRun(""), permit=permits.of(hidden, limited=True))
+    with pytest.raises(ImportError, match="'os'"):
+        exec(taken.code, taken.variables)
     with pytest.raises(ImportError, match="'os'"):
         cache.mediator(hidden, LiveRun(""), permit=permits.of(hidden, limited=True)).run()

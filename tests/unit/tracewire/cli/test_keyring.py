@@ -1,0 +1,84 @@
+"""`tracewire keys` makes, lists, rotates and revokes keys, which a running engine takes up."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tracewire.cli.main import main
+from tracewire_bus.domain.identity import Keyring, SignatureRefused, Signer
+from tracewire_bus.wire.signing import unwrap
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Path:
+    return tmp_path / "keyring.json"
+
+
+def accepted(ring: Keyring, file: Path) -> str:
+    """The tenant whose key signs with this file."""
+    envelope, content = unwrap(Signer.load(file).wrapped("submit", "tw", "m", "t", b"x"))
+    assert envelope is not None
+    return ring.verify(envelope, "submit", "tw", "m", "t", content).tenant
+
+
+def test_a_key_is_made_listed_rotated_and_revoked(
+    ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = Keyring(ring)
+    first, second = tmp_path / "a.key", tmp_path / "b.key"
+    more = ["--tenant", "red", "--rights", "submit,code", "--quota", "traces=3", "--days", "30"]
+    assert main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(first), *more]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == Signer.load(first).public
+    assert str(first) in said.err
+    assert accepted(engines, first) == "red"
+    assert main(["keys", "rotate", "alice", "--keyring", str(ring), "--to", str(second), "--json"]) == 0
+    new = json.loads(capsys.readouterr().out)
+    assert (new["id"], new["rights"], new["quotas"]) == ("alice-2", ["submit", "code"], {"traces": 3})
+    # Both hold for a while.
+    assert accepted(engines, first) == accepted(engines, second) == "red"
+    assert (engines.get("alice").valid_until or 0) < time.time() + 3601  # type: ignore[union-attr]
+    assert main(["keys", "rotate", "alice-2", "--keyring", str(ring), "--to", str(tmp_path / "c.key")]) == 0
+    assert engines.get("alice-3") is not None
+    assert main(["keys", "revoke", "alice", "--keyring", str(ring)]) == 0
+    with pytest.raises(SignatureRefused, match="was revoked"):
+        accepted(engines, first)
+    capsys.readouterr()
+    assert main(["keys", "list", "--keyring", str(ring)]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[3]) for row in rows] == [("alice", "revoked"), ("alice-2", "valid"), ("alice-3", "valid")]
+    assert main(["keys", "list", "--keyring", str(ring), "--json"]) == 0
+    assert "private" not in capsys.readouterr().out
+
+
+def test_an_engine_s_key_is_in_no_keyring(ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "new", "e1", "--to", str(tmp_path / "e1.key"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tenant"] == "e1"
+    assert not ring.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["new", "a", "--to", "KEY", "--rights", "fly"], 1, "unknown rights ['fly']"),
+        (["new", "a", "--to", "KEY", "--quota", "cakes=1"], 2, "expected NAME=N with a name of traces, got 'cakes=1'"),
+        (["new", "alice", "--to", "KEY", "--keyring", "RING"], 1, "has a key 'alice' already"),
+        (["new", "a", "--to", "RING"], 1, "exists already"),
+        (["revoke", "nobody", "--keyring", "RING"], 1, "has no key 'nobody'"),
+        (["rotate", "nobody", "--keyring", "RING", "--to", "KEY"], 1, "has no valid key 'nobody'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    arguments: list[str], status: int, says: str, ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(tmp_path / "alice.key")])
+    before = ring.read_text()
+    named = {"KEY": str(tmp_path / "new.key"), "RING": str(ring)}
+    assert main(["keys", *(named.get(one, one) for one in arguments)]) == status
+    assert says in capsys.readouterr().err
+    assert ring.read_text() == before
+    assert not (tmp_path / "new.key").exists()

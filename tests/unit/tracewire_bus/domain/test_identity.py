@@ -1,0 +1,191 @@
+"""Keys sign, and a keyring verifies: who may do what, and since when no longer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.identities import Identities
+from tracewire_bus.domain.identity import (
+    Key,
+    KeyFileError,
+    Keyring,
+    SignatureRefused,
+    Signer,
+    acting_for,
+    new_key,
+    verify_final,
+)
+from tracewire_bus.wire.codec import decode_event, sign_final
+from tracewire_bus.wire.messages import Final
+from tracewire_bus.wire.signing import Envelope, unwrap
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+def signed(keys: Identities, id: str = "alice") -> Envelope:
+    envelope, _ = unwrap(keys.signer(id).wrapped("submit", "tw", "m", "t", b"content"))
+    assert envelope is not None
+    return envelope
+
+
+def verify(keys: Identities, envelope: Envelope, *, ring: Keyring | None = None, **more: Any) -> Key:
+    return (ring or keys.ring).verify(envelope, *("submit", "tw", "m", "t", b"content"), **more)
+
+
+def test_a_signature_is_of_its_key(keys: Identities) -> None:
+    key = verify(keys, signed(keys))
+    assert (key.id, key.tenant, key.may("code"), key.may("operate")) == ("alice", "red", True, False)
+    key.demand("code")
+    with pytest.raises(SignatureRefused, match="key 'alice' of tenant 'red' has no right 'operate'"):
+        key.demand("operate")
+
+
+@pytest.mark.parametrize("changed", [("edit", "tw", "m", "t", b"content"), ("submit", "tw", "m", "u", b"content")])
+def test_one_of_something_else_is_refused(keys: Identities, changed: Any) -> None:
+    with pytest.raises(SignatureRefused, match="is of another trace"):
+        keys.ring.verify(signed(keys), *changed)
+
+
+def test_a_forged_one_is_refused(keys: Identities) -> None:
+    ours = signed(keys)
+    for forged in (
+        msgspec.structs.replace(ours, key="bob"),
+        msgspec.structs.replace(ours, expires=ours.expires + 1),
+        msgspec.structs.replace(ours, nonce=b"x" * 16),
+        msgspec.structs.replace(ours, signature=bytes(64)),
+        msgspec.structs.replace(ours, signature=b""),
+        msgspec.structs.replace(ours, tenant="blue"),
+    ):
+        with pytest.raises(SignatureRefused, match="the signature is not of key"):
+            verify(keys, forged)
+    with pytest.raises(SignatureRefused, match="no key 'nobody' is known here"):
+        verify(keys, msgspec.structs.replace(ours, key="nobody"))
+
+
+def test_a_signature_expires_by_the_time_at_which_it_came(keys: Identities) -> None:
+    ours = signed(keys)
+    later = ours.expires + 3600
+    with pytest.raises(SignatureRefused, match="had expired 3600 s before"):
+        verify(keys, ours, at=later)
+    assert verify(keys, ours, at=later, timely=False).id == "alice"
+
+
+def test_one_that_is_valid_for_ever_is_refused(keys: Identities, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tracewire_bus.domain.identity._LIFETIMES", {"submit": 10**9})
+    with pytest.raises(SignatureRefused, match="valid for more than"):
+        verify(keys, signed(keys))
+
+
+def test_the_keyring_is_read_again_when_it_changes(keys: Identities) -> None:
+    ring = Keyring(keys.ring.path)
+    ours = signed(keys)
+    verify(keys, ours, ring=ring)
+    changed = {key.id: key for key in keys.ring.listed()}
+    for field, value, says in (
+        ("revoked", time.time(), "was revoked"),
+        ("valid_until", time.time() - 1, "not valid at this time"),
+        ("valid_from", time.time() + 60, "not valid at this time"),
+    ):
+        one = msgspec.structs.replace(changed["alice"], **{field: value})
+        keys.ring.write([*(key for key in changed.values() if key.id != "alice"), one])
+        with pytest.raises(SignatureRefused, match=says):
+            verify(keys, ours, ring=ring)
+    keys.ring.write(list(changed.values()))
+    verify(keys, ours, ring=ring)
+
+
+def test_a_keyring_that_cannot_be_read_accepts_nobody_and_says_so(keys: Identities) -> None:
+    ring, told = Keyring(keys.ring.path), []
+    ring.on_error = told.append
+    verify(keys, signed(keys), ring=ring)
+    keys.ring.path.write_text("{")
+    with pytest.raises(SignatureRefused, match="no key 'alice' is known here"):
+        verify(keys, signed(keys), ring=ring)
+    assert len(told) == 1
+    keys.ring.path.unlink()
+    with pytest.raises(SignatureRefused, match="no key"):
+        verify(keys, signed(keys), ring=ring)
+
+
+def test_a_key_acts_for_others_if_it_may(keys: Identities) -> None:
+    token = acting_for.set("green")
+    try:
+        assert verify(keys, signed(keys, "door")).tenant == "green"
+        with pytest.raises(SignatureRefused, match="key 'alice' of tenant 'red' has no right 'delegate'"):
+            verify(keys, signed(keys))
+    finally:
+        acting_for.reset(token)
+    assert verify(keys, signed(keys, "door")).tenant == "ops"
+
+
+def test_the_private_key_is_its_user_s_alone(keys: Identities) -> None:
+    assert keys.path("alice").stat().st_mode & 0o777 == 0o600
+    private = keys.path("alice").read_text()
+    assert keys.signer("alice").public not in private
+    with pytest.raises(KeyFileError, match="exists already"):
+        new_key(keys.path("alice"), "alice", "red", [])
+    assert repr(keys.signer("alice")) == "<Signer alice>"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("id", "", "1 to 64 printable characters, got ''"),
+        ("id", "a\n", "1 to 64 printable"),
+        ("tenant", "x" * 65, "expected a tenant"),
+        ("rights", ["submit", "fly"], r"unknown rights \['fly'\]"),
+        ("quotas", {"cakes": 1}, r"unknown quotas \['cakes'\]"),
+        ("public", "ab", "64 hexadecimal digits"),
+    ],
+)
+def test_what_is_no_key_is_named(keys: Identities, field: str, value: Any, says: str) -> None:
+    bad = msgspec.structs.replace(keys.ring.listed()[0], **{field: value})
+    with pytest.raises(KeyFileError, match=says):
+        keys.ring.write([bad])
+    raw = msgspec.json.decode(keys.ring.path.read_bytes())
+    raw["keys"][0][field] = value
+    keys.ring.path.write_bytes(msgspec.json.encode(raw))
+    with pytest.raises(KeyFileError, match=says):
+        Keyring(keys.ring.path).listed()
+
+
+def test_two_keys_of_one_id_are_refused(keys: Identities) -> None:
+    one = keys.ring.listed()[0]
+    with pytest.raises(KeyFileError, match="has a key 'alice' already"):
+        keys.ring.add(one)
+    keys.ring.write([one, one])
+    with pytest.raises(KeyFileError, match="two keys have one id"):
+        Keyring(keys.ring.path).listed()
+
+
+def test_a_key_file_s_error_shows_nothing_of_the_key(keys: Identities, tmp_path: Path) -> None:
+    file = keys.path("alice")
+    content = msgspec.json.decode(file.read_bytes())
+    file.write_bytes(msgspec.json.encode({**content, "private": content["private"][:-1]}))
+    with pytest.raises(KeyFileError, match="is no key file") as refused:
+        Signer.load(file)
+    assert content["private"][:8] not in str(refused.value)
+    with pytest.raises(KeyFileError, match=r"none\.key: No such file"):
+        Signer.load(tmp_path / "none.key")
+
+
+def test_a_final_is_of_its_engine_and_trace(keys: Identities) -> None:
+    engine = keys.signer("engine")
+    final = Final(attempt=1, seq=3, status="finished")
+    data = sign_final(final, lambda text: engine.sign_final("tw", "t", text))
+    found = decode_event(data)
+    assert isinstance(found, Final)
+    trusted = [keys.signer("alice").public, engine.public]
+    assert verify_final(trusted, "tw", "t", data, found.signature)
+    assert not verify_final(trusted, "tw", "u", data, found.signature)
+    assert not verify_final(trusted[:1], "tw", "t", data, found.signature)
+    assert not verify_final(trusted, "tw", "t", data.replace(b"finished", b"failured"), found.signature)
+    assert not verify_final(trusted, "tw", "t", data, b"")

@@ -1,0 +1,74 @@
+"""An engine's decisions are in the trail, with the key, the reason and the code; and no trace waits for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tracewire
+from tests.support.bus_engine import engine_info
+from tests.support.identities import Identities, running
+from tests.support.scripted_engine import acts
+from tracewire_bus.bus import Bus
+from tracewire_bus.domain.approvals import Approvals
+from tracewire_bus.store.audit import AuditLog
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.adapter.audit import _WAITING, Audit
+from tracewire_engine.adapter.code_policy import CodePolicy
+
+
+async def test_what_an_engine_decides_is_in_the_trail(bus: Bus, tmp_path: Path) -> None:
+    keys = Identities(tmp_path)
+    policy = CodePolicy("listed", approvals=Approvals(tmp_path / "approved.json"))
+    async with keys.client(bus, "alice") as alice, keys.client(bus, "bob") as bob, keys.client(bus) as nobody:
+        async with keys.served(bus, audit=1000, code=policy):
+            trace = await running(alice)
+            await alice.steer(trace.id, alpha=2.0)
+            await bob.steer(trace.id, alpha=666.0)
+            await bob.cancel(trace.id, "because")
+            await alice.pause(trace.id)
+            with pytest.raises(tracewire.CodeRefused):
+                await alice.trace("tiny", "valid", acts(), max_tokens=2, trace_id="code").result()
+            with pytest.raises(tracewire.TraceRejected):
+                await nobody.trace("tiny", "valid", max_tokens=2, trace_id="unsigned").result()
+            await alice.cancel(trace.id)
+            with pytest.raises(tracewire.TraceCancelled):
+                await trace.result()
+        log = AuditLog(bus)
+        found = [(one.kind, one.decision, one.key, one.tenant, one.name) async for one in log.read()]
+        for entry in (
+            ("submit", "accepted", "alice", "red", trace.id),
+            ("steer", "accepted", "alice", "red", trace.id),
+            ("steer", "refused", "", "", trace.id),
+            ("cancel", "refused", "", "", trace.id),
+            ("pause", "accepted", "alice", "red", trace.id),
+            ("cancel", "accepted", "alice", "red", trace.id),
+            ("submit", "refused", "", "", "code"),
+            ("submit", "refused", "", "", "unsigned"),
+        ):
+            assert entry in found
+        assert len(found) == len(set(found))
+        reasons = {one.name: one.reason async for one in log.read() if one.kind == "submit"}
+        assert "--unsigned refuse" in reasons["unsigned"]
+        (code,) = [word.rstrip(";") for word in reasons["code"].split() if len(word.rstrip(";")) == 64]
+        # The code that was refused is there to be approved.
+        text = await log.code(code)
+        assert text is not None
+        assert text.startswith("block acts(model, tracer, live)\n")
+
+
+async def test_entries_wait_up_to_a_limit(bus: Bus) -> None:
+    audit = Audit(bus, engine_info(), 10)
+    for number in range(_WAITING + 5):
+        audit.accepted("submit", f"t{number}", None)
+    assert len(audit._entries) == _WAITING
+    assert audit._entries[0].name == "t5"
+
+
+async def test_an_engine_without_a_trail_keeps_nothing(bus: Bus) -> None:
+    audit = Audit(bus, engine_info(), 0)
+    audit.accepted("submit", "t", None)
+    audit.refused("submit", "t", "so")
+    audit.keep("ab", Block(name="b", source=""))
+    await audit.flushed()
