@@ -228,8 +228,10 @@ class VllmEngine:
         if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
+        result = block is not None and asks_result(invoke.block or submission.block)
         extra = {
             BLOCK_ARG: block,
+            RESULT_ARG: result or None,
             PERMIT_ARG: self.permit(block) if block is not None else None,
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
@@ -237,9 +239,6 @@ class VllmEngine:
             TRACE_ARG: None if (block, edits) == (None, None) else (run, sum(map(_choices, submission.invokes))),
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
-        result = block is not None and asks_result(invoke.block or submission.block)
-        if result:
-            extra_args[RESULT_ARG] = True
         stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
         if tells_end := stops and (block is not None or edits is not None):
             extra_args[END_ARG] = True

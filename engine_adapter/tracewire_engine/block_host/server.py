@@ -43,7 +43,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     while True:
-        message, descriptors = receive_descriptors(control)
+        try:
+            message, descriptors = receive_descriptors(control)
+        except ConnectionResetError:
+            return
         if not message:
             return
         host = os.fork()

@@ -25,6 +25,7 @@ from tracewire_engine.protocol.block_host import (
     HostSettings,
     Wait,
 )
+from tracewire_engine.protocol.permits import CheckedPermits
 from tracewire_engine.worker.blocks import time_limit
 from tracewire_engine.worker.blocks.batched_serving import BlockServing, RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
@@ -138,7 +139,8 @@ class Session:
         cpu = torch.device("cpu")
         budget = LargeArrayBudget(settings.blob_threshold)
         declared: Any = _NoDeclared()
-        self._requests = TracedRequests(BlockCache(self.model, cpu, inputs), declared, LiveRuns(), budget, None)
+        blocks = BlockCache(self.model, cpu, inputs, permits=CheckedPermits(), imports=settings.imports)
+        self._requests = TracedRequests(blocks, declared, LiveRuns(), budget, None)
         self._requests.encoders = self.interleaver.encoders
         self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
         self._finisher = RequestFinisher(self._requests, self._reporter)

@@ -93,6 +93,10 @@ class RowMemory:
             flat = self._bytes[start : start + tensor.nbytes].view(tensor.dtype)
             flat.view(tensor.shape).copy_(tensor)
 
+    def put(self, data: memoryview, start: int) -> None:
+        """Copy bytes to byte `start` and on."""
+        self._map[start : start + len(data)] = data
+
     def read(self, shape: Shape) -> torch.Tensor:
         """A copy of a tensor.
 

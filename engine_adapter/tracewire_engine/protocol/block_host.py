@@ -235,6 +235,7 @@ class HostSettings(msgspec.Struct):
 
     `block_timeout` is how long a block may take in a step, in seconds (0: any time), and `step_timeout` how long in a
     turn for which the model waits. `layers` and `sums` are those of `TracedModel`.
+    `readable` are the folders that a host may read, and `imports` the modules that limited blocks may import.
     """
 
     modules: list[ModuleOutline]
@@ -249,3 +250,4 @@ class HostSettings(msgspec.Struct):
     blob_threshold: int = 0
     memory: int = 4 << 30
     readable: list[str] = []
+    imports: list[str] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 from hashlib import blake2b
 
-__all__ = ["NoPermit", "Permits"]
+__all__ = ["CheckedPermits", "NoPermit", "Permits"]
 
 _DIGEST = 16
 _FREE, _LIMITED = b"\0", b"\1"
@@ -48,3 +48,13 @@ class Permits:
         if not hmac.compare_digest(self.of(block, limited=limited), stamp):
             raise NoPermit("the engine's adapter has not permitted this block (--code)")
         return limited
+
+
+class CheckedPermits(Permits):
+    """Takes stamps at their word: of a process without the key, to which a worker gives blocks that it has checked."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+
+    def check(self, block: bytes, stamp: bytes) -> bool:
+        return stamp[:1] == _LIMITED

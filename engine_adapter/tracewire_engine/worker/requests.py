@@ -18,6 +18,7 @@ from tracewire_engine.protocol.keys import (
     SHARED_ARG,
     TRACE_ARG,
 )
+from tracewire_engine.protocol.permits import NoPermit
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
 from tracewire_engine.worker.blocks.failures import failure_of
@@ -25,7 +26,7 @@ from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.request_result import RequestResults
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
-from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
+from tracewire_engine.worker.blocks.standing_blocks import EditedRequest, edits_of
 from tracewire_engine.worker.declared.ops import Declaration, is_early
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
@@ -43,7 +44,7 @@ __all__ = ["RequestProgress", "TracedRequests", "extra_arguments"]
 
 
 #: The arguments that a host of blocks is given.
-_HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG}
+_HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, PERMIT_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG}
 
 
 class RequestProgress:
@@ -165,7 +166,13 @@ class TracedRequests(RequestBook):
         name, choices = arguments.get(TRACE_ARG) or (request.engine_id, 1)
         given = {key: value for key, value in arguments.items() if key in _HOSTED}
         try:
+            if BLOCK_ARG in given:
+                self.blocks.check_permit(given[BLOCK_ARG], given.get(PERMIT_ARG, b""))
+            for edit in edits_of(given.get(EDITS_ARG)):
+                self.blocks.check_permit(bytes(edit.block), edit.permit)
             self.hosts.open(request_id, request, given, (name, choices), names)
+        except NoPermit as error:
+            request.error = failure_of(error, None)
         except OSError as error:
             request.error = Failure(type="BlockHostLost", message=f"no process for blocks: {error}", field="block")
 

@@ -22,7 +22,7 @@ from tracewire_bus.wire.messages import Block, Failure
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.link.host_channel import ChannelClosed, ChannelTimeout
-from tracewire_engine.link.shared_rows import SharedValueError, pack_value, unpack_value
+from tracewire_engine.link.shared_rows import pack_value, unpack_value
 from tracewire_engine.protocol.block_host import (
     Answer,
     Arrived,
@@ -38,6 +38,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG, SHARED_ARG
 from tracewire_engine.protocol.messages import EditBlock
 
 from .hosted_trace import HostedRequest, HostedTrace
+from .late_copies import LateCopies
 from .pool import HostPool
 from .reading import ModelPaths, reads_of, union
 from .report_thread import ReportThread, lost, too_slow
@@ -286,10 +287,11 @@ class HostedBlocks:
             self._passed.append(number)
             return value
         waiting = []
+        copies = LateCopies() if self._model.device.type == "cuda" else None
         for trace in watching:
             waits = trace.passes(location)
             if waits or location in trace.observed:
-                self._share(trace, location, value, by_request=by_request)
+                self._share(trace, location, value, copies, by_request=by_request)
             if waits and trace.failure is None:
                 waiting.append(trace)
         self._passed.append(number)
@@ -324,14 +326,14 @@ class HostedBlocks:
                     watching.setdefault(location, []).append(trace)
         self._watching = watching
 
-    def _share(self, trace: HostedTrace, location: str, value: Any, *, by_request: bool) -> None:
+    def _share(
+        self, trace: HostedTrace, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
+    ) -> None:
         began = time.monotonic()
         while trace.failure is None:
             try:
-                trace.reach(location, value, self._passed, by_request=by_request)
+                trace.reach(location, value, self._passed, by_request=by_request, copies=copies)
                 return
-            except SharedValueError as error:
-                self._fail(trace, Failure(type="BlockHostLost", message=f"{location}: {error}", field="block"))
             except NoRoom:
                 left = self._left_s - (time.monotonic() - began)
                 if left <= 0:
@@ -339,14 +341,20 @@ class HostedBlocks:
                 else:
                     with self._reports.returned:
                         self._reports.returned.wait(min(left, 0.05))
+            except Exception as error:  # it costs the trace, not the engine
+                self._fail(trace, lost(f"{location} cannot be shared: {type(error).__name__}: {error}"))
         self._left_s -= time.monotonic() - began
 
     def _send(self, trace: HostedTrace, *, waits: bool = False) -> bool:
+        if waits:
+            self._reports.wait_for(trace)
         try:
-            trace.send(self._names, waits=waits)
+            later = trace.send(self._names, waits=waits)
         except ChannelClosed:
             self._fail(trace, lost(""))
             return False
+        if later is not None:
+            self._reports.send_later(trace, later)
         return True
 
     def _ask(self, traces: list[HostedTrace]) -> list[tuple[HostedTrace, Reply]]:
@@ -362,8 +370,10 @@ class HostedBlocks:
                 replies.append((trace, reply))
             except ChannelTimeout:
                 self._fail(trace, too_slow(self._step_s, _WAITED))
-            except (ChannelClosed, msgspec.DecodeError, SharedValueError) as error:
-                self._fail(trace, lost("" if isinstance(error, ChannelClosed) else str(error)))
+            except ChannelClosed:
+                self._fail(trace, lost(""))
+            except Exception as error:  # it costs the trace, not the engine
+                self._fail(trace, lost(f"{type(error).__name__}: {error}"))
         self._left_s -= time.monotonic() - began
         return replies
 
@@ -390,14 +400,14 @@ class HostedBlocks:
             try:
                 if reply.edited and shared is not None:
                     shared.write_back(reply, memory)
-            except SharedValueError as error:
+            except Exception as error:  # such as rows that do not fit
                 self._fail(trace, lost(str(error)))
         for trace, reply in replies:
             shared, memory = trace.shared, trace.host.returned
             try:
                 if reply.replaced is not None and shared is not None and trace.failure is None:
                     value = shared.replace(value, reply, memory, fresh)
-            except SharedValueError as error:
+            except Exception as error:  # such as rows that do not fit
                 self._fail(trace, lost(str(error)))
         return value
 

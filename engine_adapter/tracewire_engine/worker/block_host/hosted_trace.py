@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from tracewire_engine.protocol.block_host import (
     Turn,
 )
 
+from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
 from .rows import SharedRows, StepRows
 
@@ -73,6 +76,9 @@ class HostedTrace:
         self.owes_since = 0.0
         self._events: list[Event] = []
         self._names = self._passed = 0
+        #: Rows of the next turn that are on their way from a GPU; and how many turns wait for theirs.
+        self._late: list[LateRows] = []
+        self.queued = 0
 
     def add(self, arrived: Arrived, request: HostedRequest) -> None:
         """Take a new request."""
@@ -108,15 +114,18 @@ class HostedTrace:
         self.waits[location] = after - 1
         return False
 
-    def reach(self, location: str, value: Any, passed: Any, *, by_request: bool) -> None:
-        """Share the trace's rows at a location.
+    def reach(
+        self, location: str, value: Any, passed: Any, *, by_request: bool, copies: LateCopies | None = None
+    ) -> None:
+        """Share the trace's rows at a location (see `SharedRows`).
 
         Raises:
             NoRoom: the host has not read enough of what was shared before.
             SharedValueError: the value cannot be shared.
         """
         assert self.rows is not None
-        shared = SharedRows(value, self.rows, self.host.given, by_request=by_request)
+        shared = SharedRows(value, self.rows, self.host.given, by_request=by_request, copies=copies)
+        self._late += shared.late
         before = passed[self._passed :].tobytes()
         self._events.append(Reached(location, shared.shared, before, by_request))
         # The host counts the location itself.
@@ -132,12 +141,15 @@ class HostedTrace:
         """Add an event to the next turn."""
         self._events.append(event)
 
-    def send(self, names: list[str], *, waits: bool) -> None:
-        """Send a turn.
+    def send(self, names: list[str], *, waits: bool) -> Callable[[], None] | None:
+        """Send a turn, if nothing of it is on its way from a GPU.
 
         Args:
             names: of all locations that any event has numbered.
-            waits: whether a reply is wanted.
+            waits: whether a reply is wanted. Then this waits for what is on its way.
+
+        Returns:
+            A function that waits for what is on its way and then sends the turn; `None` if the turn was sent.
 
         Raises:
             ChannelClosed: the host is gone.
@@ -147,7 +159,17 @@ class HostedTrace:
         if self.turns == self.taken:
             self.owes_since = time.monotonic()
         self.turns += 1
-        self.calls.send(_encode(turn))
+        late, self._late = self._late, []
+        send = partial(self._send, _encode(turn), late)
+        if not waits and (late or self.queued):
+            return send
+        send()
+        return None
+
+    def _send(self, message: bytes, late: list[LateRows]) -> None:
+        for rows in late:
+            rows.arrive(self.host.given)
+        self.calls.send(message)
 
     def took(self, turns: int, mark: int) -> None:
         """Note how many turns the host has taken, and how many shared bytes it has read."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 
 import msgspec
@@ -43,24 +44,36 @@ class HostProcess:
         self._process = process
         self.calls, self.reports = ends.calls, ends.reports
         self.given, self.returned = ends.given, ends.returned
+        self._closed = False
+        self._lock = threading.Lock()
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        with self._lock:
+            self._kill()
+
+    def _kill(self) -> None:
+        # A descriptor that was closed may be another one by now.
+        if not self._closed:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def alive(self) -> bool:
         """Whether the process has not ended."""
-        return not select.select([self._process], [], [], 0)[0]
+        return not self._closed and not select.select([self._process], [], [], 0)[0]
 
     def close(self) -> None:
-        """Kill the process if it has not ended, and close what belongs to it."""
-        self.kill()
+        """Kill the process if it has not ended, and close what belongs to it. Idempotent."""
+        with self._lock:
+            self._kill()
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._process)
         self.calls.close()
         self.reports.close()
         self.given.close()
         self.returned.close()
-        os.close(self._process)
 
 
 class _Ends:

@@ -81,6 +81,17 @@ class ReportThread:
         """End the host of a trace when all ends of its requests are reported: the worker sees no more of them."""
         self._do(lambda: self._close_if_over(trace))
 
+    def send_later(self, trace: HostedTrace, send: Callable[[], None]) -> None:
+        """Send a trace's turn as soon as its rows are on the host (`HostedTrace.send`)."""
+        with self.returned:
+            trace.queued += 1
+        self._do(lambda: self._send_turn(trace, send))
+
+    def wait_for(self, trace: HostedTrace) -> None:
+        """Wait until no turn of a trace waits for its rows."""
+        with self.returned:
+            self.returned.wait_for(lambda: not trace.queued)
+
     def _do(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
         os.eventfd_write(self._wake, 1)
@@ -111,6 +122,17 @@ class ReportThread:
         os.eventfd_read(self._wake)
         while not self._jobs.empty():
             self._jobs.get()()
+
+    def _send_turn(self, trace: HostedTrace, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except ChannelClosed:
+            trace.failure = trace.failure or lost("")
+            self._lose(trace)
+        finally:
+            with self.returned:
+                trace.queued -= 1
+                self.returned.notify_all()
 
     def _watch(self, trace: HostedTrace) -> None:
         descriptor = trace.host.reports.fileno()

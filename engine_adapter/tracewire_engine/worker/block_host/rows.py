@@ -11,6 +11,8 @@ from nnsight.intervention.source import NO_SKIP
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
 
+from .late_copies import LateCopies, LateRows
+
 __all__ = ["NoRoom", "SharedRows", "StepRows"]
 
 
@@ -53,8 +55,10 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 class SharedRows:
     """One value that the model has reached, as one trace's host gets it."""
 
-    def __init__(self, value: Any, rows: StepRows, memory: RowMemory, *, by_request: bool) -> None:
-        """Copy the trace's rows of `value` to `memory`.
+    def __init__(
+        self, value: Any, rows: StepRows, memory: RowMemory, *, by_request: bool, copies: LateCopies | None = None
+    ) -> None:
+        """Copy the trace's rows of `value` to `memory`; with `copies`, begin to copy those of a GPU.
 
         Raises:
             NoRoom: the memory is full.
@@ -63,26 +67,29 @@ class SharedRows:
         self._rows, self._by_request = rows, by_request
         self._tensors: list[torch.Tensor] = []
         self._others: list[Any] = []
-        self._memory = memory
+        self._memory, self._copies = memory, copies
+        #: Rows that are on their way to `memory`.
+        self.late: list[LateRows] = []
         self.shared: Shared = pack_value(value, self._write, self._other)
 
     def _write(self, tensor: torch.Tensor) -> Shape:
         place = self._rows.of(tensor, by_request=self._by_request)
         shape = list(tensor.shape)
-        pieces = [tensor]
         if place is not None:
-            axis, spans = place
-            pieces = [tensor.narrow(axis, start, size) for start, size in spans]
-            shape[axis] = sum(size for _, size in spans)
+            shape[place[0]] = sum(size for _, size in place[1])
         size = tensor.element_size()
         for length in shape:
             size *= length
         start = self._memory.room(size)
         if start is None:
             raise NoRoom
-        if len(pieces) > 1:
-            pieces = [torch.cat(pieces, dim=place[0] if place else 0)]
-        self._memory.write(pieces[0], start)
+        if self._copies is not None and size:
+            self.late.append(self._copies.rows(tensor, place, start))
+        elif place is None:
+            self._memory.write(tensor, start)
+        else:
+            pieces = [tensor.narrow(place[0], first, count) for first, count in place[1]]
+            self._memory.write(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=place[0]), start)
         self._tensors.append(tensor)
         return Shape(str(tensor.dtype).removeprefix("torch."), tuple(shape), start)
 

@@ -10,7 +10,15 @@ import torch
 
 from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
-from tracewire_engine.protocol.keys import ADAPTERS, BLOB_THRESHOLD, BLOCK_STEP, BLOCK_TIMEOUT, BLOCKS, LINK_ADDRESS
+from tracewire_engine.protocol.keys import (
+    ADAPTERS,
+    BLOB_THRESHOLD,
+    BLOCK_STEP,
+    BLOCK_TIMEOUT,
+    BLOCKS,
+    CODE_IMPORTS,
+    LINK_ADDRESS,
+)
 
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
@@ -69,6 +77,7 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
         threads=torch.get_num_threads(),
         block_timeout=config.get(BLOCK_TIMEOUT, 0.0),
         step_timeout=_SHARE * config.get(BLOCK_STEP, 5.0),
+        imports=list(config.get(CODE_IMPORTS) or ()),
         blob_threshold=config.get(BLOB_THRESHOLD, 0),
         readable=sorted({*_READABLE, *filter(None, sys.path), *sysconfig.get_paths().values(), sys.prefix}),
     )

@@ -67,6 +67,14 @@ class BlockCache:
         self._limited = limited_builtins(imports)
         self._compiled: OrderedDict[bytes, CompiledSource] = OrderedDict()
 
+    def check_permit(self, block: bytes, permit: bytes) -> None:
+        """Check the permit of an encoded block.
+
+        Raises:
+            NoPermit: the permit is not of this block and this engine's adapter.
+        """
+        self._permits.check(block, permit)
+
     def mediator(
         self, block: bytes, live: LiveRun, shared: Mapping[str, Any] = _NOTHING, permit: bytes = b""
     ) -> BlockMediator:

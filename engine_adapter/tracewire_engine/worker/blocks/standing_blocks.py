@@ -24,9 +24,17 @@ from .request import Request
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EditedRequest"]
+__all__ = ["EditedRequest", "edits_of"]
 
 _blocks = msgspec.msgpack.Decoder(list[EditBlock])
+
+
+def edits_of(encoded: bytes | None) -> list[EditBlock]:
+    """The edits of a request; none if they cannot be decoded, which `EditedRequest.take` reports."""
+    try:
+        return _blocks.decode(encoded) if encoded is not None else []
+    except (ValueError, TypeError):
+        return []
 
 
 class EditedRequest(Request):

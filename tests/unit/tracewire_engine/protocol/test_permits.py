@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracewire_engine.protocol.permits import NoPermit, Permits
+from tracewire_engine.protocol.permits import CheckedPermits, NoPermit, Permits
 
 
 def test_a_stamp_is_of_one_block_and_one_engine() -> None:
@@ -23,3 +23,10 @@ def test_a_stamp_is_of_one_block_and_one_engine() -> None:
 def test_without_a_key_every_block_may_run() -> None:
     assert Permits(b"").of(b"block", limited=True) == b""
     assert not Permits(b"").check(b"block", b"")
+
+
+def test_a_process_without_the_key_takes_stamps_at_their_word() -> None:
+    permits = Permits(b"key")
+    assert CheckedPermits().check(b"block", permits.of(b"block", limited=True))
+    assert not CheckedPermits().check(b"block", permits.of(b"block", limited=False))
+    assert not CheckedPermits().check(b"block", b"")

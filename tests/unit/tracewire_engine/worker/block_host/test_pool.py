@@ -22,6 +22,9 @@ def test_hosts_are_started_ahead_and_end_at_once() -> None:
     hosts[0].kill()
     for host in hosts:
         host.close()
+        host.close()
+        host.kill()
+    assert not hosts[1].alive()
     pool.close()
     with pytest.raises(OSError, match=r"ended|Bad file"):
         pool.take()
