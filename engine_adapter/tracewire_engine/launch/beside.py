@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from contextlib import AsyncExitStack
 from functools import partial
@@ -19,9 +20,9 @@ from tracewire_engine.link.blob_receiver import BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 
 from .adapter_group import DRAINING, SERVING, Beside, Loaded, Model, core_sockets, follow
-from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, settle_memory, spans_of
+from .adapter_process import LOOP, adapter_settings, exporter_of, open_bus, settle_memory, spans_of
 from .parent_death import die_with_parent
-from .secret import with_secrets
+from .secret import others
 
 __all__ = ["main"]
 
@@ -36,10 +37,9 @@ def main(beside: Beside, pipe: Connection, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     options = beside.options
     configure_logging(options.log_format)
-    with with_secrets(options.secrets):
-        # Before vLLM changes the environment, and for the credentials of an archive.
-        check_bulk(options)
-        options.exporter = exporter_of(options)
+    # This process starts none that runs blocks.
+    os.environ.update(others(options.secrets))
+    options.exporter = exporter_of(options)
     from vllm.envs import enable_envs_cache
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor

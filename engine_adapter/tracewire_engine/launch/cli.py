@@ -116,15 +116,17 @@ def _adapter(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Faster startup: garbage collection, which takes a sixth of the time of the imports, is off until the model loaded.
     gc.disable()
+    from .adapter_group import default_count
     from .engine_builder import UnsupportedSetting
 
     options = _parsed(arguments, secrets)
     configure_logging(options.log_format)
-    options.loaded = partial(_loaded, loaded, secrets)
+    options.loaded, options.secrets = partial(_loaded, loaded, secrets), dict(secrets)
     if withheld := sorted(others(secrets)):
         logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
+        options.adapters = options.adapters or default_count(vllm_arguments)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.chats = chat_options(options)
@@ -138,9 +140,6 @@ def _adapter(
     except (UnsupportedSetting, BusError, ValueError) as error:
         # A ValueError is about the Redis URL, chats, tracing, or the address or an option of the HTTP server.
         return _refuse(error)
-    from .adapter_group import default_count
-
-    options.adapters = options.adapters or default_count(vllm_arguments)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
             hidden = [Path(options.url_file)] if options.url_file else []
