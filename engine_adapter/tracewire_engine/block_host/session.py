@@ -141,7 +141,7 @@ class Session:
         self._requests = TracedRequests(BlockCache(self.model, cpu, inputs), declared, LiveRuns(), budget, None)
         self._requests.encoders = self.interleaver.encoders
         self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
-        self._finisher = RequestFinisher(self._requests, self._reporter, self.interleaver)
+        self._finisher = RequestFinisher(self._requests, self._reporter)
         #: Failures of declared interventions of ended requests, by the scheduler's id.
         self._by_request = False
 
@@ -178,16 +178,16 @@ class Session:
         return self.interleaver.handle(location, value)
 
     def _keep_running(self) -> None:
-        # As nnsight's `_still_running`.
+        # As the worker's runner does.
         interleaver = self.interleaver
         interleaver.mediators = [one for one in interleaver.mediators if one.alive]
         interleaver.reindex()
 
     def _reach_samples(self, location: str, drawn: Any) -> Any:
-        # As `TracewireRunner._sample`.
+        # As `TracewireRunner.serve_samples`.
         parked = [one for one in self.interleaver.mediators if one.pending is not None]
         asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
-        asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
+        asked = [(one, one.asked_samples) for one in asking]
         before = drawn.clone()
         served = self.interleaver.handle(location, drawn)
         size = self._settings.vocabulary
