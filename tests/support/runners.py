@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tracewire_engine.launch.vllm_versions import unknown_vllm
+
 __all__ = ["RUNNER", "interpreted", "runner_options"]
 
 #: The environment variable.
@@ -17,7 +19,9 @@ RUNNER = "TRACEWIRE_TEST_RUNNER"
 def runner_options() -> tuple[str, ...]:
     """The options of an engine under test."""
     runner = os.environ.get(RUNNER, "")
-    return ("--model-runner", runner) if runner else ()
+    chosen = ("--model-runner", runner) if runner else ()
+    # As `tests/versions` runs them.
+    return (*chosen, "--unknown-vllm") if unknown_vllm() else chosen
 
 
 def interpreted() -> dict[str, str]:

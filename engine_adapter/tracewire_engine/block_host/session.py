@@ -180,16 +180,16 @@ class Session:
         return self.interleaver.handle(location, value)
 
     def _keep_running(self) -> None:
-        # As nnsight's `_still_running`.
+        # As the worker's runner does.
         interleaver = self.interleaver
         interleaver.mediators = [one for one in interleaver.mediators if one.alive]
         interleaver.reindex()
 
     def _reach_samples(self, location: str, drawn: Any) -> Any:
-        # As `TracewireRunner._sample`.
+        # As `TracewireRunner.serve_samples`.
         parked = [one for one in self.interleaver.mediators if one.pending is not None]
         asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
-        asked = [(one, getattr(one, "asked_samples", None)) for one in asking]
+        asked = [(one, one.asked_samples) for one in asking]
         before = drawn.clone()
         served = self.interleaver.handle(location, drawn)
         size = self._settings.vocabulary

@@ -1,7 +1,7 @@
 """What a host has in place of vLLM and of the model.
 
-A host runs no model, and importing vLLM takes long and much memory. nnsight's registry of requests and a few modules of
-this package name some of vLLM's classes; a host gives them empty ones. The outputs that `tracer.result` shows are real
+A host runs no model, and importing vLLM takes long and much memory. A few modules of nnsight and of this package
+name some of vLLM's classes; a host gives them empty ones. The outputs that `tracer.result` shows are real
 classes, with vLLM's attributes.
 
 The model is a tree of modules without weights. Calls of modules and reads of their attributes go to the worker.
