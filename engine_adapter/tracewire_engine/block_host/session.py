@@ -143,7 +143,7 @@ class Session:
         self._requests = TracedRequests(blocks, declared, LiveRuns(), budget, None)
         self._requests.encoders = self.interleaver.encoders
         self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
-        self._finisher = RequestFinisher(self._requests, self._reporter, self.interleaver)
+        self._finisher = RequestFinisher(self._requests, self._reporter)
         #: Failures of declared interventions of ended requests, by the scheduler's id.
         self._by_request = False
 
