@@ -35,7 +35,7 @@ TOKENS = 24
 _HIDDEN = 256
 
 #: How long a lost engine may take to start again and to run its traces, in seconds.
-_RESTART_S = 150.0
+_RESTART_S = 300.0
 
 _READS = """innocent = [].save()
 for step in tracer.iter[:]:

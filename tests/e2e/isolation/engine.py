@@ -27,6 +27,9 @@ BLOCK_TIMEOUT_S = 2.0
 #: How long an engine may take to end what an offender has started, in seconds.
 _SETTLE_S = 10.0
 
+#: How long an engine may take to start, in minutes.
+_START_MINUTES = 5
+
 #: A word of the command line of the adapter's process for long sources.
 _CHECKS = "anyio.to_process"
 
@@ -83,6 +86,10 @@ class TriedEngine:
         async def serves() -> bool:
             return any(info.state == "serving" for info in await bus.registry.list())
 
+        for _ in range(_START_MINUTES - 1):
+            # On a loaded machine an engine starts slowly.
+            with suppress(TimeoutError):
+                return await until(serves)
         await until(serves)
 
     def stop(self) -> str:

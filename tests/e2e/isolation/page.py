@@ -56,7 +56,7 @@ def written(page: str, mode: str, lines: list[str]) -> str:
     _, found, tail = rest.partition(end)
     if not found:
         raise ValueError(f"the page has no {begin} and {end}")
-    return "\n".join([head + begin, *lines, end + tail])
+    return "\n".join([head + begin, "", *lines, "", end + tail])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from tracewire_bus.wire.messages import Failure
 
-from . import fuzz, table
+from . import fuzz, page, table
 from .batch import Seen
 from .engine import offers_modes
 from .generated import generate
@@ -140,3 +140,20 @@ def test_a_seed_is_one_block_and_a_tenth_is_hostile() -> None:
     assert 60 < sum(bool(one.kind) for one in drawn) < 140
     assert len({one.source for one in drawn}) > 800
     assert {kind.name for kind in kinds} < {kind.name for kind in fuzz.eligible("host")}
+
+
+def test_the_page_has_each_kind_in_the_row_of_its_outcome() -> None:
+    verdicts = [
+        Verdict("calm"),
+        Verdict("also-calm"),
+        Verdict("messy", left=["cwd"]),
+        Verdict("killer", restarted=True),
+    ]
+    lines = page.rows([one.as_dict() for one in verdicts])
+    assert [line.count("`") // 2 for line in lines[2:]] == [2, 1, 1]
+    assert "| 2 | `calm`, `also-calm` |" in lines[2]
+    assert "`messy` (cwd)" in lines[3]
+    text = page.written("a\n<!-- inline -->\nold\n<!-- end of inline -->\nz", "inline", ["new"])
+    assert text == "a\n<!-- inline -->\n\nnew\n\n<!-- end of inline -->\nz"
+    with pytest.raises(ValueError, match="no <!-- host -->"):
+        page.written(text, "host", [])

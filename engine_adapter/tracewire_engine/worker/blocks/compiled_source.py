@@ -9,7 +9,10 @@ import types
 
 from tracewire_bus.wire.messages import Block
 
-__all__ = ["CompiledSource"]
+__all__ = ["LABELS", "CompiledSource"]
+
+#: The file names of the code of all blocks that are compiled in this process.
+LABELS: set[str] = set()
 
 #: Annotations in a block are not evaluated, so that the names in them need not travel.
 _FLAGS = __future__.annotations.compiler_flag
@@ -35,6 +38,7 @@ class CompiledSource:
         # Without a modification time, so that linecache keeps it; nnsight reads it for nested `with` blocks.
         linecache.cache[label] = (len(padded), None, padded.splitlines(keepends=True), label)
         self.files[label] = (filename, name)
+        LABELS.add(label)
         return code
 
     def loop(self, line: int) -> str | None:
@@ -58,6 +62,7 @@ class CompiledSource:
         """Drop the source text from `linecache`."""
         for label in self.files:
             linecache.cache.pop(label, None)
+        LABELS.difference_update(self.files)
 
 
 def _counts_steps(loop: ast.For) -> bool:

@@ -192,9 +192,20 @@ def _set_streams(was: tuple[Any, ...]) -> None:
     sys.stdout, sys.stderr, sys.excepthook, sys.unraisablehook, sys.displayhook = was
 
 
-def _set_paths(was: tuple[list[Any], list[Any], list[Any]]) -> None:
-    for held, wanted in zip((sys.path, sys.meta_path, sys.path_hooks), was, strict=True):
-        held[:] = wanted  # type: ignore[index]
+def _paths() -> tuple[list[Any], list[Any], list[Any]]:
+    return sys.path, sys.meta_path, sys.path_hooks
+
+
+def _lacks_paths() -> bool:
+    """Whether an entry of the import path is gone. Further entries, such as those of an imported package, stay."""
+    return _paths() != _kept_paths and any(
+        entry not in held for held, kept in zip(_paths(), _kept_paths, strict=True) for entry in kept
+    )
+
+
+def _set_paths(_: bool) -> None:
+    for held, kept in zip(_paths(), _kept_paths, strict=True):
+        held[:] = [*kept, *(entry for entry in held if entry not in kept)]
 
 
 _STEP: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -214,7 +225,7 @@ _STEP: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         lambda: (sys.stdout, sys.stderr, sys.excepthook, sys.unraisablehook, sys.displayhook),
         _set_streams,
     ),
-    ("import path", lambda: (sys.path, sys.meta_path, sys.path_hooks), _set_paths),
+    ("import path", _lacks_paths, _set_paths),
     ("precision of decimal numbers", lambda: decimal.getcontext().prec, lambda was: _set_precision(was)),
     ("handling of NumPy's errors", np.geterr, lambda was: np.seterr(**was)),
 )
@@ -226,18 +237,19 @@ def _set_precision(was: int) -> None:
 
 _kept: list[Any] = []
 _kept_pass: tuple[Any, ...] = ()
+_kept_paths: tuple[list[Any], ...] = ([], [], [])
 _kept_umask = 0o22
 _kept_generator = torch.default_generator.get_state()
 
 
 def keep() -> None:
     """Remember the settings of this process, which are put back from then on. Called before any block runs."""
-    global _kept_umask, _kept_generator, _kept_pass, _limit
+    global _kept_umask, _kept_generator, _kept_pass, _kept_paths, _limit
     _kept_umask = os.umask(0o22)
     os.umask(_kept_umask)
     _kept_generator = torch.default_generator.get_state()
     _limit = sys.getrecursionlimit()
-    _kept_pass = pass_state()
+    _kept_pass, _kept_paths = pass_state(), tuple(map(_copied, _paths()))
     _kept[:] = [_copied(look()) for _, look, _ in _STEP]
 
 

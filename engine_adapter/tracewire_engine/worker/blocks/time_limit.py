@@ -9,9 +9,9 @@ and again. Run blocks of less trusted users on a separate engine.
 
 A block can change state of the process. Its signal handlers and loaded modules are checked before blocks run, and put
 back; `process_state.py` puts back more. If a block ignores the timer's signal, a thread sends another signal a little
-later (`turn_monitor.py`). If a block swallows the first exception of the time limit, later ones come in pairs: the
-second of a pair is raised in the block's handler of the first, and so ends a loop that catches everything. If a SIGTERM
-comes during a block's turn, the process handles it when the turn is over, because the handler's exception would
+later (`turn_monitor.py`). If a block swallows the first exception of the time limit, later ones come in pairs: a trace
+function raises the second one in the block's handler of the first, which ends a loop that catches everything. If a
+SIGTERM comes during a block's turn, the process handles it when the turn is over, because the handler's exception would
 otherwise be raised in the block.
 """
 
@@ -23,13 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType
 from typing import Any
 
 from greenlet import getcurrent
 
-from . import block_names, forbidden_calls, process_state
+from . import forbidden_calls, process_state
+from .compiled_source import LABELS
 from .turn_monitor import SECOND_SIGNAL, TurnMonitor
 
 __all__ = [
@@ -104,17 +105,12 @@ _began = 0.0
 #: The process's state before the turn, and before the turns of one location; `None` if it is not looked at.
 _before: tuple[Any, ...] | None = None
 _before_pass: tuple[Any, ...] | None = None
-#: Whether the signal that comes next is the second of a pair.
-_paired = False
+#: Whether the trace function is set that raises the second exception of a pair.
+_pairing = False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _paired
-    paired, _paired = _paired, False
     if _shielded or _running is None:
-        return
-    in_block = frame is not None and frame.f_globals.get("__name__") == block_names.__name__
-    if paired and not in_block:
         return
     left = _began + _running.left_s - time.monotonic()
     if left > 0:
@@ -124,13 +120,37 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # The timer may ring just after the block has parked: the model must not be hit then.
     if _building or getattr(getcurrent(), "mediator", None) is not None:
         _running.rings += 1
-        if _running.rings > 1 and in_block:
-            _paired = True
-            signal.raise_signal(signal.SIGALRM)
-        raise BlockTimeout(
-            f"the block ran for {_limit_s:g} s within one step, while every request waited for it; to loop over the "
-            "steps write `for step in tracer.iter[:]`, and leave a loop that is done with `break`"
-        )
+        if _running.rings > 1 and frame is not None and _is_block_s(frame):
+            _raise_again_in(frame)
+        raise _timeout()
+
+
+def _timeout() -> BlockTimeout:
+    return BlockTimeout(
+        f"the block ran for {_limit_s:g} s within one step, while every request waited for it; to loop over the "
+        "steps write `for step in tracer.iter[:]`, and leave a loop that is done with `break`"
+    )
+
+
+def _is_block_s(frame: FrameType) -> bool:
+    """Whether a frame runs code of a block."""
+    return frame.f_code.co_filename in LABELS
+
+
+def _raise_again_in(frame: FrameType) -> None:
+    """Raise another exception at the next line that the frame comes to: that of its handler of the first one."""
+    global _pairing
+    _pairing = True
+    frame.f_trace = _raise_at_line
+    sys.settrace(_raise_at_line)
+
+
+def _raise_at_line(frame: FrameType, event: str, _: Any) -> Any:
+    if not _is_block_s(frame):
+        return None
+    if event == "line" and _running is not None:
+        raise _timeout()
+    return _raise_at_line
 
 
 def _keep_termination(number: int, frame: FrameType | None) -> None:
@@ -163,7 +183,8 @@ def limit_turns(seconds: float, *, alone: bool = False) -> None:
     forbidden_calls.install(lambda: _running is not None)
     if _limit_s and _monitor is None and not alone:
         _monitor = TurnMonitor(_overdue_s)
-        _monitor.start()
+        with suppress(RuntimeError):  # a confined process may not start a thread
+            _monitor.start()
 
 
 def _overdue_s() -> float:
@@ -258,6 +279,8 @@ def end(outer: Budget | None) -> None:
         else:
             _start(outer.left_s)
     if outer is None:
+        if _pairing:
+            _stop_pairing()
         if _before is not None and process_state.turn_state() != _before:
             process_state.put_back_turn(_before)
         if not _timer_shared and _before is not None:
@@ -266,6 +289,12 @@ def end(outer: Budget | None) -> None:
             _put_modules_back()
         if _told_to_end:
             _end_process()
+
+
+def _stop_pairing() -> None:
+    global _pairing
+    _pairing = False
+    sys.settrace(None)
 
 
 def _note_state() -> None:

@@ -124,6 +124,24 @@ def test_a_setting_is_put_back_at_the_next_step(name: str) -> None:
     assert look() == was
 
 
+def test_what_a_package_adds_to_the_import_path_stays() -> None:
+    before = list(sys.meta_path)
+
+    class Finder:
+        def find_spec(self, *_: Any) -> None:
+            return None
+
+    added = Finder()
+    sys.meta_path.append(added)
+    process_state.put_back_step()
+    assert sys.meta_path[-1] is added
+    sys.meta_path.clear()
+    sys.meta_path.append(added)
+    process_state.put_back_step()
+    assert sys.meta_path == [*before, added]
+    sys.meta_path.remove(added)
+
+
 def test_a_working_directory_that_is_gone_is_left(tmp_path: Path) -> None:
     was = Path.cwd()
     folder = tmp_path / "gone"
