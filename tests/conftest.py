@@ -23,6 +23,7 @@ from tests.support.engine_process import (
     started_engine,
 )
 from tests.support.on_trio import pytest_fixture_setup, pytest_generate_tests, pytest_pycollect_makeitem  # noqa: F401
+from tests.support.site import built
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
@@ -36,6 +37,12 @@ async def embedded() -> AsyncIterator[str]:
     """URL of an embedded Redis, shared by the session's tests: tell yours apart by prefix or trace ids."""
     async with EmbeddedServer.start() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation site, built once for all tests of it."""
+    return built(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture

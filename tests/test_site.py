@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import pytest
 import yaml
 
 import tracewire
@@ -18,7 +17,6 @@ import tracewire.blocking
 import tracewire.harvest
 from tests.support import ROOT
 from tests.support.cells import blocks
-from tests.support.site import built
 from tracewire.cli.main import build_parser
 from tracewire.gateway.app import create_app
 from tracewire.gateway.settings import Settings
@@ -46,12 +44,6 @@ class _Page(HTMLParser):
             self.loaded.add(found["src"])
         elif tag == "link" and found.get("rel") not in ("canonical", "next", "prev"):
             self.loaded.add(found.get("href", ""))
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site."""
-    return built(tmp_path_factory.mktemp("site"))
 
 
 @cache

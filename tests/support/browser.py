@@ -39,10 +39,12 @@ async def browser() -> AsyncIterator[Browser]:
         await started.close()
 
 
-async def violations(page: Page) -> list[str]:
-    """What axe-core finds of serious or critical impact: each rule with the elements."""
-    await page.evaluate(_AXE.read_text())
-    found: dict[str, Any] = await page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+async def violations(page: Page, *rules: str) -> list[str]:
+    """What axe-core finds of serious or critical impact, by these rules or by all: each rule with the elements."""
+    if not await page.evaluate("Boolean(window.axe)"):
+        await page.evaluate(_AXE.read_text())
+    options: dict[str, Any] = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    found: dict[str, Any] = await page.evaluate("(options) => axe.run(document, options)", options)
     return [
         f"{one['id']} ({one['impact']}): {', '.join(str(node['target']) for node in one['nodes'][:5])}"
         for one in found["violations"]

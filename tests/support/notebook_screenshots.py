@@ -1,8 +1,8 @@
-"""Screenshots of a notebook in JupyterLab, before the demo model on a real engine.
+"""Screenshots of a notebook in JupyterLab, before a scripted engine.
 
     python -m tests.support.notebook_screenshots [--to docs/screenshots]
 
-Starts a Redis, `tracewire engine demo` and a JupyterLab of its own, and runs cells of `docs/howto/notebook.md`.
+Starts a Redis, an engine that plays the demo model, and a JupyterLab of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -20,19 +21,33 @@ import tracewire
 from tests.support import ROOT
 from tests.support.browser import browser
 from tests.support.cells import blocks
-from tests.support.engine_process import running_engine
 from tests.support.jupyter import Lab, running_lab
+from tests.support.page_engine import HIDDEN, LAYERS
+from tests.support.scripted_engine import info, serving
+from tests.support.shown_engine import ShownEngine
+from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
+#: A cell that shows a trace. The scripted engine plays its saves, and a lens.
+SHOWN = """\
+@tracewire.intervention
+def steered(model, tracer, live, direction):
+    projection = [].save()
+    for step in tracer.iter[:]:
+        stream = model.residual(4).output
+        model.residual(4).output = stream + live.alpha * direction
+        projection.append(float(stream[-1].float() @ direction))
+
+direction = [0.0] * model.info.hidden_size
+block = steered(direction=direction)
+client.trace(model, "This module", block, live={"alpha": 0.0}, max_tokens=400, token_strings=True)"""
 PAGE = ROOT / "docs" / "howto" / "notebook.md"
 
 
 def cells(url: str) -> list[str]:
-    """The page's cells that connect and show a trace, which has more tokens here."""
-    connect, shown = (cell for cell in blocks(PAGE, "python") if "connect(" in cell or "LogitLens" in cell)
-    connect = connect.replace('"redis://localhost"', f'"{url}", name="ada"')
-    shown = shown.replace("examples/", f"{ROOT}/examples/").replace('"max_tokens": 40', '"max_tokens": 400, "seed": 5')
-    return [connect, shown]
+    """The page's cell that connects, and one that shows a trace."""
+    connect = next(cell for cell in blocks(PAGE, "python") if "connect(" in cell)
+    return [connect.replace('"redis://localhost"', f'"{url}", name="ada"').strip(), SHOWN]
 
 
 async def opened(chromium: Browser, url: str) -> Page:
@@ -96,10 +111,14 @@ async def run(to: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (lab_folder := Path(folder, "lab")).mkdir()
         async with EmbeddedServer.start() as server, browser() as chromium, running_lab(lab_folder) as lab:
-            with running_engine(server.url, Path(folder)):
-                async with tracewire.connect(server.url) as client:
-                    await client.models.get("demo", timeout=300)
-                    await walk(lab, chromium, client, to)
+            model = info("demo", engine="gpu-1", hidden_size=HIDDEN, layer_count=LAYERS)
+            async with (
+                Bus.open(server.url) as bus,
+                serving(bus, ShownEngine(partial(anyio.sleep, 0.05)), model),
+                tracewire.connect(server.url) as client,
+            ):
+                await client.models.get("demo", timeout=60)
+                await walk(lab, chromium, client, to)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
