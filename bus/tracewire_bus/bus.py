@@ -478,8 +478,6 @@ class Bus:
         """Whether a trace has a record or events, and neither has expired."""
         return bool(await self.records.existing([trace]))
 
-    # --- anything else ------------------------------------------------------------------------------------------------
-
     async def commands(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Execute Redis commands in one round trip, and return the replies; see `command`."""
         return await self._connections.commands(*commands)
