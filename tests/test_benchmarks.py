@@ -305,6 +305,16 @@ def test_steering(form: str) -> None:
         assert one["engine_steps_p50"] <= one["engine_steps_p99"] <= one["engine_steps_max"]
 
 
+def test_policy() -> None:
+    found = figures(
+        "policy", "--concurrency", "2", "--tokens", "4", "--step-ms", "1", "--rounds", "2", "--seconds", "0.3"
+    )
+    above_zero(found, "ratio", "submissions_ratio", "tokens_ratio", "submissions_per_s", "tokens_per_s")
+    assert found["ratio"] == min(found["submissions_ratio"], found["tokens_ratio"])
+    for side in ("on", "off"):
+        assert found["tokens_per_s"][side] == pytest.approx(4 * found["submissions_per_s"][side], rel=0.5)
+
+
 @own_engine
 @pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--inline",)], ids=["blobs", "inline"])

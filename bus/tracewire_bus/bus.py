@@ -471,22 +471,22 @@ class Bus:
         return self._connections.broken_at
 
     def recovery(self, model: str) -> Recovery:
-        """The recovery of a model's traces from lost engines."""
+        """The recovery of a model's traces."""
         return Recovery(self, model)
 
     async def exists(self, trace: str) -> bool:
         """Whether a trace has a record or events, and neither has expired."""
-        keys = self.keys.record(trace), self.keys.events(trace)
-        return any(await self._connections.commands(*(("EXISTS", key) for key in keys)))
+        return bool(await self.records.existing([trace]))
 
-    # --- anything else ------------------------------------------------------------------------------------------------
+    async def commands(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Execute Redis commands in one round trip, and return the replies; see `command`."""
+        return await self._connections.commands(*commands)
 
     async def command(self, *command: Any) -> Any:
-        """Execute one Redis command and return the raw reply, for tools. Sent again if the connection breaks.
+        """Execute one Redis command and return the raw reply. Sent again if the connection breaks.
 
         Raises:
-            BusError: Redis refuses.
-            BusUnavailable: Redis does not answer.
+            BusError: Redis refuses, or (`BusUnavailable`) does not answer.
         """
         return await self._connections.command(*command, unbatched=True)
 

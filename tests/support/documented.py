@@ -36,6 +36,7 @@ RUN_BY = {
     "python -m benchmarks.gateway": _BENCHMARKS + "gateway",
     "python -m benchmarks.harvest": _BENCHMARKS + "harvest",
     "python -m benchmarks.overhead": _BENCHMARKS + "overhead",
+    "python -m benchmarks.policy": _BENCHMARKS + "policy",
     "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",
     "python -m benchmarks.sizing": _BENCHMARKS + "sizing",
     "python -m benchmarks.soak": _BENCHMARKS + "soak",
@@ -56,6 +57,12 @@ RUN_BY = {
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
     "tracewire redis": _CLI + "redis.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire keys": _CLI + "keyring.py::test_a_key_is_made_listed_rotated_and_revoked",
+    "tracewire audit": _CLI + "audit.py::test_the_command",
+    "tracewire gateway --keys keys.toml --signing-key": "tests/e2e/security/test_gateway.py::"
+    "test_a_tenant_s_submissions_and_orders_are_the_tenant_s_at_the_engine",
+    "tracewire engine MODEL --keyring": "tests/unit/tracewire_engine/launch/test_code_options.py::"
+    "test_unsigned_is_refused_where_a_keyring_is_and_the_bus_may_be_shared",
     "tracewire approve": _CLI + "approve.py::test_what_a_caller_submits_is_what_was_approved",
     "tracewire chat": _CLI + "chat.py::test_each_line_of_a_pipe_is_a_message",
     "tracewire doctor": _CLI + "doctor.py::test_a_sound_bus",

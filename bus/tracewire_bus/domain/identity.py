@@ -186,7 +186,10 @@ class Keyring:
         Raises:
             KeyFileError: the file cannot be read, or a key in it is malformed.
         """
-        found = self.path.stat() if self.path.exists() else None
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            found = None
         state = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
         if state != self._seen or state is None:
             self._keys = {one.id: one for one in _read(self.path)} if found is not None else {}

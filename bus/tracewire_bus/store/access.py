@@ -75,14 +75,17 @@ _RIGHTS: Final[dict[Role, _Rights]] = {
         _READS,
     ),
     "operator": _Rights(
-        (*_CONSUMER, "R {t*}:firehose", "RW {t0}:operate:*", "R {*}:queue:*", "RW dead"),
+        (
+            *(*_CONSUMER, "R {t*}:firehose", "RW {t0}:operate:*", "R {*}:queue:*", "RW dead"),
+            *("R audit", "R audit-code:*"),
+        ),
         ("control_drain",),
         (*_READS, "info", "memory|usage", "xlen", "xrange", "xdel", "zcard", "zrange", "script|load", "script|exists"),
     ),
     "engine": _Rights(
         (
             *("RW {*}:*", "RW engines", "RW engine:*", "RW bulk-store:*", "RW vector:*", "RW dead"),
-            *("RW ~{dead}:*", "R lease:*"),
+            *("RW ~{dead}:*", "R lease:*", "RW audit", "RW audit-code:*"),
         ),
         (),
         (

@@ -72,6 +72,9 @@ class Commands(Protocol):
     async def command(self, *command: Any) -> Any:
         """Execute a command of Redis."""
 
+    async def commands(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Execute several in one round trip."""
+
 
 class AuditLog:
     """The audit trail of one bus."""
@@ -86,9 +89,9 @@ class AuditLog:
             BusError: Redis refuses, or does not answer.
         """
         key = self._bus.keys.audit
-        async with anyio.create_task_group() as group:
-            for entry in entries:
-                group.start_soon(self._bus.command, "XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry))
+        await self._bus.commands(
+            *(("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries)
+        )
 
     async def keep_code(self, hash: str, text: str) -> None:
         """Keep the source of a block under the hash of its code.

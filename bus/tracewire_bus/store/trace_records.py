@@ -491,6 +491,21 @@ class Records:
             case answer:
                 return answer == "asked"
 
+    async def mark_nonce(self, trace: str, key: str, nonce: bytes, attempt: int) -> bool:
+        """Mark the signed submission of a trace as taken by an attempt. Returns False if one as late has taken it.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        mark = self._keys.nonce(trace, key, nonce)
+        if await self._connections.command("SET", mark, attempt, "NX", "EX", REMEMBER_S) is not None:
+            return True
+        taken = self._guard.read(integer, await self._connections.command("GET", mark) or 0, key=mark, entry="attempt")
+        if taken is None or taken >= attempt:
+            return False
+        await self._connections.command("SET", mark, attempt, "EX", REMEMBER_S)
+        return True
+
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
         _check_name(trace)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-from tracewire_bus.bus import Bus, BusError, Taken
+from tracewire_bus.bus import Bus, Taken
 
 from .engine_api import Rejection
 from .gate import Admitted, Gate, refused
@@ -35,8 +35,8 @@ class Admissions:
         key = admitted.key
         if key is None or admitted.envelope is None:
             return admitted
-        if not await self._nonces.take(trace, admitted.envelope):
-            raise refused(f"the submission of key {key.id!r} was replayed: its trace has ended")
+        if not await self._nonces.take(trace, admitted.envelope, entry.attempt):
+            raise refused(f"the submission of key {key.id!r} was replayed: an engine has taken it before")
         most = key.quotas.get("traces")
         if most is not None and self._running[key.tenant] >= most:
             message = f"{self._running[key.tenant]} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
@@ -53,10 +53,7 @@ class Admissions:
         finally:
             self._running[tenant] -= 1
 
-    async def end(self, trace: str, admitted: Admitted) -> None:
-        """Note that the trace of a submission has ended, so that it never runs again."""
-        if admitted.envelope is None:
-            return
-        # Should this fail, the mark stays open, and Redis still knows for some days that the trace was submitted.
-        with suppress(BusError):
-            await self._nonces.end(trace, admitted.envelope)
+    def end(self, admitted: Admitted) -> None:
+        """Note that the trace of a submission runs here no longer: it has ended, or another engine gets it."""
+        if admitted.envelope is not None:
+            self._nonces.end(admitted.envelope)

@@ -117,6 +117,6 @@ class Audit:
                     )
                     self._dropped = 0
                 backoff.reset()
-            except* BusError as errors:
-                logger.log(backoff.level, "the audit trail waits for Redis: %s", errors.exceptions[0])
+            except BusError as error:
+                logger.log(backoff.level, "the audit trail waits for Redis: %s", error)
                 await anyio.sleep(backoff.next())

@@ -125,9 +125,9 @@ class Intake:
             if checked is not None:
                 admitted = checked[0]
                 with self._admissions.running(admitted):
-                    ended = await self._run_trace(entry, scope, *checked)
-                if ended:
-                    await self._admissions.end(entry.trace, admitted)
+                    await self._run_trace(entry, scope, *checked)
+                # Not after an error: then the entry comes again, as the same attempt.
+                self._admissions.end(admitted)
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
@@ -249,8 +249,7 @@ class Intake:
         admitted: Admitted,
         validated: Validated,
         edits: list[RequestEdits],
-    ) -> bool:
-        """Run a trace. Returns whether it has ended."""
+    ) -> None:
         submission = validated.submission
         trace = submission.trace
         while trace in self._claims.runs:
@@ -265,7 +264,7 @@ class Intake:
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
-                return True
+                return
             except Overtaken:
                 self.refused.reset()
                 # This engine was slow, and another one has taken the trace. Or Redis has forgotten how often the trace
@@ -275,7 +274,7 @@ class Intake:
                     self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
                 )
                 self._bus.queue.note_settled(self._info.model, entry.trace)
-                return False
+                return
             self.refused.reset()
             opened = self._bounded(entry, opened)
             run = self._run_of(entry, admitted, validated, edits, opened)
@@ -291,7 +290,6 @@ class Intake:
                     self._services.steering.over(run.live)
                 if run.span is not None:
                     run.span.end(self._fate(run))
-            return run.ended
         finally:
             del self._claims.runs[trace]
             self._claims.entries.pop(trace, None)

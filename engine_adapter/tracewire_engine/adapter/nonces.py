@@ -1,46 +1,39 @@
 """Marks on Redis of the signed submissions that engines have taken, so that none runs twice.
 
-A submission comes again when its engine was lost, and another one takes it. It must not come again once its trace has
-ended. So its nonce has a mark, which says whether the trace has ended.
+A submission comes again when its engine was lost or has left: then Redis hands it out as a later attempt. It comes
+again to the same engine, as the same attempt, when Redis did not answer while the engine began it. It must not come
+again otherwise. So its nonce has a mark with the attempt.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.queue_entries import REMEMBER_S
 from tracewire_bus.wire.signing import Envelope
 
 __all__ = ["Nonces"]
 
-_OPEN: Final = b"open"
-_ENDED: Final = b"ended"
-
 
 class Nonces:
-    """The marks of one bus."""
+    """The marks of one bus, as one engine makes them."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        #: The submissions that this engine has taken, and whose traces have not ended here.
+        self._open: set[bytes] = set()
 
-    def _key(self, trace: str, envelope: Envelope) -> str:
-        return self._bus.keys.nonce(trace, envelope.key, envelope.nonce)
-
-    async def take(self, trace: str, envelope: Envelope) -> bool:
-        """Mark a submission as taken. Returns whether its trace may run: it has not ended.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        key = self._key(trace, envelope)
-        new = await self._bus.command("SET", key, _OPEN, "NX", "EX", REMEMBER_S)
-        return new is not None or await self._bus.command("GET", key) != _ENDED
-
-    async def end(self, trace: str, envelope: Envelope) -> None:
-        """Mark that the trace of a submission has ended.
+    async def take(self, trace: str, envelope: Envelope, attempt: int) -> bool:
+        """Mark a submission as taken by this attempt. Returns whether it may run.
 
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        await self._bus.command("SET", self._key(trace, envelope), _ENDED, "EX", REMEMBER_S)
+        if envelope.nonce in self._open:
+            return True
+        if not await self._bus.records.mark_nonce(trace, envelope.key, envelope.nonce, attempt):
+            return False
+        self._open.add(envelope.nonce)
+        return True
+
+    def end(self, envelope: Envelope) -> None:
+        """Note that the trace of a submission runs here no longer."""
+        self._open.discard(envelope.nonce)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from secrets import token_bytes as new_secret
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +131,6 @@ def _adapter(
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
         check_code(options)
-        options.permit_key = new_secret(32)
         with with_secrets(secrets):
             # An archive's credentials, and the headers of a collector of spans.
             check_bulk(options)
@@ -142,7 +140,7 @@ def _adapter(
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            hidden = [Path(options.url_file)] if options.url_file else []
+            hidden = [Path(one) for one in (options.url_file, options.engine_key) if one]
             with sandbox(hidden=hidden) if options.sandbox else nullcontext():
                 return _serve(vllm_arguments, options)
         if options.sandbox:

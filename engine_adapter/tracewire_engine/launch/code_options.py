@@ -5,6 +5,7 @@ signatures it accepts (`--keyring`, `--unsigned`, `--engine-key`).
 from __future__ import annotations
 
 import argparse
+import secrets
 from typing import TYPE_CHECKING
 
 from tracewire_bus.domain.approvals import Approvals, ApprovalsError
@@ -25,7 +26,7 @@ _TRAIL = 100_000
 
 
 def check_code(options: argparse.Namespace) -> None:
-    """Check the options, before the model is loaded.
+    """Check the options, before the model is loaded, and make the key of permits.
 
     Raises:
         ValueError: one of them lacks another, or a file cannot be read.
@@ -51,6 +52,7 @@ def check_code(options: argparse.Namespace) -> None:
             raise ValueError(f"--keyring: {error}") from error
     if options.engine_key is not None:
         _signer(options)
+    options.permit_key = secrets.token_bytes(32)
 
 
 def _signer(options: argparse.Namespace) -> Signer:

@@ -39,6 +39,8 @@ def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     add("--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1); others need --keys")
     add("--port", type=int, default=8080, help="port to bind to (default: 8080); 0 is any free one")
     add("--keys", type=Path, metavar="FILE", help="TOML file with the API keys; read again when it changes")
+    what = "sign what is submitted with this key file (tracewire keys new; default: $TRACEWIRE_KEY)"
+    add("--signing-key", type=Path, metavar="FILE", help=what)
     add("--cors", action="append", default=[], metavar="ORIGIN", help="let browsers call from ORIGIN (repeatable)")
     add("--tls-certificate", type=Path, metavar="FILE", help="certificate chain, PEM")
     add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
@@ -83,6 +85,7 @@ async def _gateway(options: argparse.Namespace) -> int:
             url=options.url,
             prefix=options.prefix,
             keys=options.keys,
+            signing_key=options.signing_key,
             cors=tuple(options.cors),
             body_bytes=options.body_limit,
             concurrency=options.concurrency,

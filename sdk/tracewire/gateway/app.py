@@ -71,6 +71,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             prefix=settings.prefix,
             name=settings.name,
             lease_ttl=settings.lease_ttl_s,
+            key=settings.signing_key,
             # A request has a shorter patience of its own; the end of a request must not wait for ever.
             retry_timeout=max(20.0, settings.patience_s),
         )

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tracewire_bus.domain.identity import acting_for
 from tracewire_bus.log_fields import add_log_fields
 
 from .browser_sockets import authorization_of, check_origin, header_of
@@ -61,6 +62,8 @@ class Guard:
             add_log_fields(client=caller.name, path=scope["path"])
             with gateway.limits.request(caller):
                 scope["tracewire.caller"] = caller
+                # What the gateway signs in this request is for the caller's tenant.
+                acting_for.set(caller.tenant)
                 body = _Body(scope, receive, caller.body_bytes or gateway.settings.body_bytes)
                 await self._app(scope, body.receive, request.send)
         except Problem as problem:

@@ -18,6 +18,8 @@ class Settings:
         name: the gateway's name as a client of the bus.
         keys: file with the API keys; None for a gateway without keys.
         keys_age_s: how often the gateway looks whether the file has changed.
+        signing_key: file of the key with which the gateway signs what it submits; None for the variable
+            `TRACEWIRE_KEY`, and without that for a gateway that signs nothing.
         cors: origins that browsers may call from; none by default.
         lease_ttl_s: how long after the gateway's death the engines cancel its attached traces.
         patience_s: how long a request waits for Redis.
@@ -36,6 +38,7 @@ class Settings:
     name: str | None = None
     keys: Path | None = None
     keys_age_s: float = 1.0
+    signing_key: Path | None = None
     cors: tuple[str, ...] = ()
     lease_ttl_s: float = 10.0
     patience_s: float = 10.0

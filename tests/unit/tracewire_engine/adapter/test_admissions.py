@@ -32,9 +32,9 @@ async def test_a_tenant_s_traces_are_counted_while_they_run(bus: Bus, tmp_path: 
             await admissions.admit("u", entry("ann", "u"))
         assert refused.value.failure.type == "QuotaExceeded"
         await admissions.admit("v", entry("bob", "v"))
-    # It comes again if its engine was lost, and not when its trace has ended.
+    # It comes again while the engine has it, and not when its trace has ended.
     assert (await admissions.admit("t", first)).content == b"x"
-    await admissions.end("t", admitted)
+    admissions.end(admitted)
     with pytest.raises(Rejection, match="the submission of key 'alice' was replayed"):
         await admissions.admit("t", first)
     await admissions.admit("u", entry("ann", "u"))
