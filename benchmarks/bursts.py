@@ -37,13 +37,14 @@ from benchmarks.processes import at_least, show, start
 from benchmarks.scripted import ScriptedEngine, Token, _Outputs, scripted_info
 from tests.support.fake_engine import FakeEngine
 from tracewire_bus.bus import Bus
+from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.engine_api import Prepared
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import _NO_DELTAS
-from tracewire_engine.launch.adapter_process import LOOP, settle_memory
+from tracewire_engine.launch.adapter_process import LOOP
 from tracewire_engine.protocol.messages import FinishRecord, Report
 
 MODEL, HIDDEN, LAYERS = "bursts", 2048, 32

@@ -50,13 +50,14 @@ from benchmarks.scripted import ELEMENTS, WIDTH, Command, Pacer, ScriptedEngine,
 from tests.support.spans import collector
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
+from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.span_export import exporting, otlp_exporter
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.adapter.trace_spans import TraceSpans
-from tracewire_engine.launch.adapter_process import LOOP, settle_memory
+from tracewire_engine.launch.adapter_process import LOOP
 from tracewire_engine.link.step_link import LinkReceiver
 
 ROOT = Path(__file__).resolve().parents[1]

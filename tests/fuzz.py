@@ -39,6 +39,7 @@ import tracewire
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info
 from tracewire.errors import TracewireError
 from tracewire_bus.bus import Bus
+from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.codec import encode, schema_text
@@ -57,7 +58,6 @@ from tracewire_bus.wire.packing import pack, wire
 from tracewire_bus.wire.refs import VECTOR, ArrayRef, encode_ref
 from tracewire_engine.adapter.engine_api import Prepared, Rejection
 from tracewire_engine.adapter.service import Adapter, Settings
-from tracewire_engine.launch.adapter_process import settle_memory
 
 __all__ = ["Mutator", "main", "run"]
 

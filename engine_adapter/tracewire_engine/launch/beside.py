@@ -14,13 +14,14 @@ import msgspec
 
 from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
+from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.adapter.vllm_engine import VllmEngine
 from tracewire_engine.link.blob_receiver import BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver
 
 from .adapter_group import DRAINING, SERVING, Beside, Loaded, Model, core_sockets, follow
-from .adapter_process import LOOP, adapter_settings, exporter_of, open_bus, settle_memory, spans_of
+from .adapter_process import LOOP, adapter_settings, exporter_of, open_bus, spans_of
 from .parent_death import die_with_parent
 from .secret import others
 

@@ -31,10 +31,11 @@ import anyio
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
 from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
+from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
 
-from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, settle_memory, spans_of
+from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, spans_of
 from .chat_options import add_chat_options, chat_options, server_options
 from .code_options import check_code, limited_imports
 from .early import checked, print_help

@@ -16,6 +16,7 @@ from typing import Any
 from tracewire.client import connect
 from tracewire.errors import LibraryMissing
 from tracewire_bus.logs import LOG_FORMATS, configure_logging
+from tracewire_bus.process_memory import settle_memory
 
 from .commands import UsageError, add_command
 
@@ -113,8 +114,13 @@ async def _gateway(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     with tracing:
-        await server.run_bound(lambda: print(f"ready {server.url}", flush=True))
+        await server.run_bound(lambda: _begin(server.url))
     return 0 if server.started else 1
+
+
+def _begin(url: str) -> None:
+    settle_memory()
+    print(f"ready {url}", flush=True)
 
 
 def _exporting_spans() -> AbstractContextManager[None]:
