@@ -32,6 +32,7 @@ from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.adapter.service import Adapter
 
 from .parent_death import die_with_parent
+from .sandbox import outside
 
 __all__ = [
     "DRAINING",
@@ -182,7 +183,8 @@ class AdapterGroup:
             ours, theirs = context.Pipe()
             beside = Beside(number, options.adapters, link, vllm_config, kept)
             process = context.Process(target=_main, args=(beside, theirs, os.getpid()), name=f"adapter {number}")
-            process.start()
+            with outside():
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)

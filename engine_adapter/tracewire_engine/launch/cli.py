@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,11 +156,8 @@ def _adapter(
     options.adapters = options.adapters or default_count(vllm_arguments)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            hidden = [Path(options.url_file)] if options.url_file else []
-            with sandbox(hidden=hidden) if options.sandbox else nullcontext():
+            with _sandbox(options):
                 return _serve(vllm_arguments, options)
-        if options.sandbox:
-            raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
         from vllm.platforms import current_platform
 
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
@@ -174,6 +171,13 @@ def _adapter(
     finally:
         if options.listener is not None:
             options.listener.close()
+
+
+def _sandbox(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """The sandbox of the processes that run blocks, or none, by the options."""
+    if not options.sandbox:
+        return nullcontext()
+    return sandbox(hidden=[Path(options.url_file)] if options.url_file else [])
 
 
 def _loaded(loaded: Callable[[], None], secrets: Mapping[str, str]) -> None:
@@ -228,10 +232,12 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from .engine_builder import refuse_unsupported
+    from .engine_builder import UnsupportedSetting, refuse_unsupported
 
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments)
+    if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
+        raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
     if not getattr(arguments, "allowed_media_domains", None):
         # Without a domain vLLM would fetch any URL that a client names. No host has this name.
         arguments.allowed_media_domains = ["no domain is allowed (--allowed-media-domains)"]
