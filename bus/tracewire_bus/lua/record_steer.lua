@@ -1,5 +1,4 @@
 -- #include stream
--- #include clock
 -- #include record
 -- Changes live parameters of a trace and orders its engine to apply the change.
 -- KEYS: record, events, changes, operations. ARGV: trace, the prefix of an engine's control stream, operation, the
@@ -37,18 +36,20 @@ for index = FIRST, #ARGV, STEP do
   if declared ~= form then return {'form', name, declared} end
 end
 if redis.call('ZCARD', changes) >= (tonumber(most) or WAITING) then return {'busy', 'steers-waiting'} end
-local now = redis.call('TIME')[1]
-count = now == second and record.count(count) + 1 or 1
+local time = redis.call('TIME')
+count = time[1] == second and record.count(count) + 1 or 1
 if count > (tonumber(most_a_second) or PER_SECOND) then return {'busy', 'steers-per-s'} end
-redis.call('HSET', key, 'ls', now, 'ln', count)
 local version = redis.call('HINCRBY', key, 'v', 1)
+local fields = {'ls', time[1], 'ln', count}
 for index = FIRST, #ARGV, STEP do
-  local name, packed = ARGV[index], ARGV[index + 2]
-  redis.call('HSET', key, 'l:' .. name, packed)
+  fields[#fields + 1] = 'l:' .. ARGV[index]
+  fields[#fields + 1] = ARGV[index + 2]
 end
+redis.call('HSET', key, unpack(fields))
 -- An array of four: version, author, time in ms, values.
 local ARRAY_OF_4 = '\148'
-local change = ARRAY_OF_4 .. cmsgpack.pack(version) .. author .. cmsgpack.pack(clock.milliseconds()) .. values
+local milliseconds = time[1] * 1000 + math.floor(time[2] / 1000)
+local change = ARRAY_OF_4 .. cmsgpack.pack(version) .. author .. cmsgpack.pack(milliseconds) .. values
 redis.call('ZADD', changes, version, change)
 redis.call('EXPIRE', changes, remember)
 record.remember(key, operations, operation, remember)
