@@ -16,12 +16,10 @@ import logging
 import math
 import multiprocessing
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, Final
 from unittest import mock
@@ -31,6 +29,8 @@ import msgspec
 
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.adapter.service import Adapter
+
+from .sandbox import outside
 
 __all__ = [
     "DRAINING",
@@ -178,21 +178,16 @@ class AdapterGroup:
         """
         context = multiprocessing.get_context("spawn")
         kept = Namespace(**{name: value for name, value in vars(options).items() if name not in _OWN})
-        executable = spawn.get_executable()
-        # An adapter needs the network, which a sandbox has not (`sandbox.py`).
-        spawn.set_executable(sys.executable)
-        try:
-            for number in range(1, options.adapters):
-                ours, theirs = context.Pipe()
-                beside = Beside(number, options.adapters, link, vllm_config, kept)
-                arguments = (beside, theirs, os.getpid())
-                process = context.Process(target=self.main, args=arguments, name=f"adapter {number}")
+        for number in range(1, options.adapters):
+            ours, theirs = context.Pipe()
+            beside = Beside(number, options.adapters, link, vllm_config, kept)
+            arguments = (beside, theirs, os.getpid())
+            process = context.Process(target=self.main, args=arguments, name=f"adapter {number}")
+            with outside():
                 process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.pipes.append(ours)
-        finally:
-            spawn.set_executable(executable)
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
 
     def loaded(self, model: Any, info: EngineInfo) -> EngineInfo:
         """Tell the adapters that the model has loaded. Returns the entry of adapter 0, given that of the engine."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import multiprocessing
+import multiprocessing.spawn
 import os
 import platform
 import shlex
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NOT_CONTAINED", "SandboxError", "sandbox", "seccomp_filter"]
+__all__ = ["NOT_CONTAINED", "SandboxError", "outside", "sandbox", "seccomp_filter"]
 
 logger = logging.getLogger("tracewire")
 
@@ -134,6 +135,17 @@ def sandbox(writable: Sequence[Path] = (), hidden: Sequence[Path] = ()) -> Itera
                     os.environ.pop(variable, None)
                 else:
                     os.environ[variable] = value
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Have `multiprocessing` start processes outside the sandbox while the context lasts: further adapters."""
+    inside = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(sys.executable)
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(inside)
 
 
 def _script(program: str, folder: Path, writable: Sequence[Path], hidden: Sequence[Path]) -> Path:

@@ -6,6 +6,7 @@ The sandbox itself is tested where there is bubblewrap, whose program `bwrap` is
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.spawn
 import os
 import shutil
 import socket
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from tracewire_engine.launch import sandbox as module
-from tracewire_engine.launch.sandbox import SandboxError, sandbox, seccomp_filter
+from tracewire_engine.launch.sandbox import SandboxError, outside, sandbox, seccomp_filter
 
 there = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -84,6 +85,11 @@ def test_a_process_in_the_sandbox_reaches_nothing(tmp_path: Path) -> None:
         found = queue.get(timeout=60)
         process.join(60)
         assert (shared / "written").read_text() == "x"
+        script = multiprocessing.spawn.get_executable()
+        with outside():
+            # As further adapters start, which reach Redis.
+            assert os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable
+        assert multiprocessing.spawn.get_executable() == script
     assert found["connect"].startswith(("ConnectionRefusedError", "OSError"))
     assert found["write the root"].startswith("OSError 30")
     assert found["write beside"].startswith("OSError 30")
