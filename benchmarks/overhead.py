@@ -282,8 +282,8 @@ def start_engine(url: str, options: dict[str, Any], folder: Path, blocks: str = 
     """`tracewire engine` as an operator starts it, with blocks in its workers or in hosts."""
     name = NAME if blocks == "inline" else HOSTED
     arguments = ["--blocks", blocks]
-    for name, value in options["engine"].items():
-        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    for option, value in options["engine"].items():
+        arguments += [f"--{option.replace('_', '-')}", str(value)]
     for tap in options["taps"]:
         arguments += ["--tap", tap]
     arguments += options.get("arguments", [])

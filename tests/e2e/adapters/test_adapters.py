@@ -70,7 +70,7 @@ async def check_control(client: Client, model: Model, engines: list[str]) -> Non
     traces: list[Any] = []
     async with anyio.create_task_group() as group:
         for number in range(4):
-            live = client.trace(
+            trace = client.trace(
                 *(model, f"def paused_{number}("),
                 **GREEDY,
                 max_tokens=900,
@@ -78,7 +78,7 @@ async def check_control(client: Client, model: Model, engines: list[str]) -> Non
                 interventions=[Steer("residual(2)", vector, scale=Live("strength"))],
                 detach=True,
             )
-            trace = await live.start()
+            await trace.start()
             traces.append(trace)
         for trace in traces:
             seen.add((await trace.accepted()).engine)
