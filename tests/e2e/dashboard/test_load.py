@@ -89,7 +89,7 @@ async def test_a_token_adds_one_element(stand: Stand, served: Served, opened: An
 
 async def test_the_command_prints_figures() -> None:
     chromium()
-    command = [sys.executable, "-m", "tests.support.dashboard_load", "--traces", "4", "--tokens", "20", "--json"]
+    command = [sys.executable, "-m", "tests.support.dashboard_load", "--traces", "4", "--tokens", "10", "--json"]
     done = await anyio.run_process(command, cwd=ROOT, stderr=None)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["traces"], found["incomplete"]) == (4, [])
