@@ -6,12 +6,13 @@ import queue
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import torch
 from nnsight.intervention.envoy import Envoy
+from nnsight.intervention.source import NO_SKIP
 
 from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.messages import Block, Delta
@@ -106,7 +107,8 @@ class HostedModel:
         self.pool = pool or HostPool(settings)
         self.link = _Link()
         link: Any = self.link
-        self.reports = ReportThread(lambda: link, None)
+        # No C code that takes forever is waited for.
+        self.reports = ReportThread(lambda: link, None, patience_s=15.0)
         self.hosts = HostedBlocks(
             self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s
         )
@@ -124,9 +126,7 @@ class HostedModel:
     def step(self, tokens: Mapping[str, int], index: int) -> Any:
         """Run one step of the model with these requests. Returns the samples."""
         scheduled = {f"{name}-00000000": count for name, count in tokens.items()}
-        hosts = self.hosts
-        hosts.begin(scheduled, list(scheduled), lambda _: index)
-        reach = hosts.reach if hosts.active else lambda location, value, **_: value
+        reach = self._begin(scheduled, index)
         total = sum(scheduled.values())
         x = torch.linspace(-1, 1, total * HIDDEN).view(total, HIDDEN) + index
         with torch.inference_mode():
@@ -134,15 +134,24 @@ class HostedModel:
             for place, layer in enumerate(self.module.model.layers):
                 path = f"model.model.layers.{place}"
                 (x,), _ = reach(f"{path}.input", ((x,), {}))
-                reach(f"{path}.skip", None)
+                reach(f"{path}.skip", NO_SKIP)
                 hidden, x = reach(f"{path}.output", (layer(x), x))
                 x = hidden + x
             last = torch.tensor(list(scheduled.values())).cumsum(0) - 1
             logits = x[last] @ torch.linspace(-1, 1, HIDDEN * VOCABULARY).view(HIDDEN, VOCABULARY)
             logits = reach("model.logits", logits, by_request=True)
             samples = reach("model.samples", logits.argmax(-1, keepdim=True), by_request=True)
-        hosts.end()
+        self._end()
         return samples
+
+    def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:
+        """Begin a step. Returns the function that serves a location to the blocks."""
+        hosts = self.hosts
+        hosts.begin(scheduled, list(scheduled), lambda _: index)
+        return hosts.reach if hosts.active else lambda location, value, **_: value
+
+    def _end(self) -> None:
+        self.hosts.end()
 
     def finish(self, name: str, tokens: int | None = None) -> None:
         """The scheduler ends a request."""

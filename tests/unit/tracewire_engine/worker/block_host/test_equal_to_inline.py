@@ -1,0 +1,148 @@
+"""Blocks in hosts leave and save what the same blocks do in the process of the model, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from nnsight.tracing.tracer import inc
+
+from tests.support.hosted_model import HostedModel, Model, Outcome, settings_of
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.block_host.session import Session
+from tracewire_engine.block_host.stand_ins import tree_of
+from tracewire_engine.protocol.block_host import Arrived, Began, Finished
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.blocks import save_marks
+
+STEPS = 4
+EACH = "for step in tracer.iter[:]:\n    "
+KEPT = "kept = [].save()\n" + EACH
+
+BLOCKS = {
+    "reads": KEPT + "kept.append(model.model.layers[1].output[0].clone())\n",
+    "all layers": KEPT + "kept.append([layer.output[0].clone() for layer in model.model.layers])\n",
+    "writes": KEPT + "h = model.model.layers[0].output[0]\n    h[:] = h * 1.5\n    kept.append(h.clone())\n",
+    "adds to one": EACH + "model.model.layers[1].output[0][-1] += 0.5\n    x = model.logits.clone().save()\n",
+    "assigns": EACH + "o = model.model.layers[1].output\n    model.model.layers[1].output = (o[0] * 0.5, o[1])\n",
+    "assigns input": EACH + "model.model.layers[2].input = model.model.layers[2].input * 2\n",
+    "reads what it wrote": KEPT
+    + "o = model.model.layers[0].output\n    model.model.layers[0].output = (o[0] + 1, o[1])\n"
+    "    kept.append(model.model.layers[0].output[0].clone())\n",
+    "stream": KEPT + "h = model.residual(1).output\n    h[-1] += 0.25\n    kept.append(model.residual(2).output)\n",
+    "stream replaced": EACH + "model.residual(0).output = model.residual(0).output * 0.1\n",
+    "logits": KEPT + "l = model.logits\n    l[:, 3] = 9.0\n    kept.append(model.samples.clone())\n",
+    "samples": EACH + "model.samples = (model.samples + 1) % 50\n    text = str(step).save()\n",
+    "skips": EACH + "i = model.model.layers[1].input\n    model.model.layers[1].skip((i * 0.5, i))\n",
+    # Where a cache observes, nnsight serves all blocks of the batch, and their errors name no line inline.
+    "caches": "cache = tracer.cache(modules=[model.model.layers[2]]).save()\n" + EACH + "model.logits\n",
+    "calls": KEPT + "kept.append(model.model.norm(model.model.layers[1].output[0]).clone())\n",
+    "stops": EACH + "x = model.logits.clone().save()\n    if step == 2:\n        tracer.stop()\n",
+    "fails": EACH + "x = model.logits.clone().save()\n    1 / (step - 2)\n",
+    "fails at once": "x = 1 .save()\nnothing\n",
+    "one step": "x = model.model.layers[2].output[0].clone().save()\ny = model.samples.clone().save()\n",
+    "third step": "for step in tracer.iter[2]:\n    x = model.model.layers[0].output[0].clone().save()\n",
+    "out of order": "y = model.logits.clone().save()\nfor step in tracer.iter[0:1]:\n"
+    "    x = model.model.layers[0].output\n",
+    "changed later": "d = {}.save()\n" + EACH + "d[step % 2] = float(model.logits.sum())\n    d['n'] = len(d)\n",
+    "wrong shape": EACH + "model.model.layers[1].output = (model.model.layers[1].output[0][:0], None)\n",
+    "sorts": "k = [].save()\n" + EACH + "k.insert(0, model.logits.argmax(-1))\n    x = sorted(range(step))\n",
+}
+
+
+class InlineModel(HostedModel):
+    """The same model, all of whose blocks run in this process, in one batch, as in a worker."""
+
+    def __init__(self) -> None:
+        self.module = Model(3)
+        self.outcomes = {}
+        settings = settings_of(self.module)
+        self._new: list[Arrived] = []
+
+        def call(path: str, value: Any) -> Any:
+            args, kwargs = value
+            return self.module.get_submodule(path.removeprefix("model."))(*args, **kwargs)
+
+        def fetch(path: str, name: str) -> Any:
+            return getattr(self.module.get_submodule(path), name)
+
+        link: Any = self
+        self._session = Session(tree_of(settings.modules, fetch), settings, call, link, None)
+
+    def send(self, *reports: Any) -> None:
+        for report in reports:
+            for step in report.steps:
+                self.outcomes[step.request].steps.append(step)
+            for finish in report.finishes:
+                self.outcomes[finish.request].finish = finish
+
+    def open(self, name: str, block: Any, **_: Any) -> None:
+        encoded = msgspec.msgpack.encode(Block(name="block", source=block, filename="mine.py"))
+        self.outcomes[name] = Outcome()
+        self._new.append(Arrived(f"{name}-00000000", {BLOCK_ARG: encoded}))
+
+    def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:
+        self._session.begin(Began(self._new, [(name, count, index) for name, count in scheduled.items()]))
+        self._new = []
+        return lambda location, value, by_request=False: self._session.reach(location, value, by_request=by_request)
+
+    def _end(self) -> None:
+        self._session.end()
+
+    def finish(self, name: str, tokens: int | None = None) -> None:
+        self._session.finish(Finished(f"{name}-00000000", tokens))
+
+    def wait(self, *names: str, timeout_s: float = 0.0) -> None:
+        assert all(self.outcomes[name].finish is not None for name in names)
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[HostedModel]:
+    model = HostedModel()
+    yield model
+    model.close()
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def ended(outcome: Outcome) -> Any:
+    assert outcome.finish is not None
+    error = outcome.finish.error
+    how = None if error is None else (error.type, error.line, error.message)
+    return how, outcome.finish.stopped, outcome.finish.tokens, [(step.index, step.ended) for step in outcome.steps]
+
+
+def run(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Outcome], list[list[int]]]:
+    for name, block in blocks.items():
+        model.open(name, block)
+    samples = []
+    for index in range(STEPS):
+        drawn = model.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
+        samples.append(drawn.flatten().tolist())
+    for name in blocks:
+        model.finish(name, STEPS)
+    model.wait(*blocks)
+    return {name: model.outcomes[name] for name in blocks}, samples
+
+
+def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
+    """All blocks in one batch, so that each has neighbours that write."""
+    inc()
+    save_marks.install()
+    blocks = {name.replace(" ", "."): source for name, source in BLOCKS.items()}
+    inline, drawn = run(InlineModel(), blocks)
+    found, sampled = run(hosted, blocks)
+    assert sampled == drawn
+    for name in blocks:
+        assert (name, ended(found[name])) == (name, ended(inline[name]))
+        assert (name, plain(found[name].saves)) == (name, plain(inline[name].saves))
+    assert sum(one.finish is not None and one.finish.error is not None for one in found.values()) >= 3
