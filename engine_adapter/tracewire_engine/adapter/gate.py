@@ -14,6 +14,7 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from tracewire_bus.domain.identity import Key, KeyFileError, Keyring, SignatureRefused, Signer
+from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import check_size
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.proofs import cancel_content, drain_content, pause_content
@@ -58,7 +59,8 @@ def refused(message: str) -> Rejection:
 class Gate:
     """Verifies for one engine. `prefix` is its bus's, `model` its model, `engine` its name."""
 
-    def __init__(self, identity: Identity, prefix: str, model: str, engine: str) -> None:
+    def __init__(self, identity: Identity, prefix: str, model: str, engine: str, limits: Limits = DEFAULTS) -> None:
+        self._limits = limits
         self._keyring = identity.keyring
         self._unsigned = identity.unsigned
         self._reason = identity.reason
@@ -89,7 +91,7 @@ class Gate:
             Rejection: it is not accepted.
             LimitExceeded: it is too large.
         """
-        check_size(len(data))
+        check_size(len(data), self._limits)
         try:
             verify = partial(self._content, "submit", trace, data, queued_at)
             admitted = verify() if len(data) <= _SHORT else await anyio.to_thread.run_sync(verify)

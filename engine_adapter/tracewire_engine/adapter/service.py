@@ -82,7 +82,7 @@ class Adapter:
         self._pending: dict[str, PendingRecords] = {}
         _describe(info, bus, settings)
         self._validator = Validator(info, tree, settings.code, settings.limits)
-        gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine)
+        gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine, settings.limits)
         self._audit = Audit(bus, info, settings.audit)
         self._validator.keep = self._audit.keep
         checks = self._validator.check_edit, self._renew, settings.code.permit, gate.edit, self._audit
