@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -140,11 +140,8 @@ def _adapter(
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            hidden = [Path(one) for one in (options.url_file, options.engine_key) if one]
-            with sandbox(hidden=hidden) if options.sandbox else nullcontext():
+            with _sandbox(options):
                 return _serve(vllm_arguments, options)
-        if options.sandbox:
-            raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
         from vllm.platforms import current_platform
 
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
@@ -158,6 +155,13 @@ def _adapter(
     finally:
         if options.listener is not None:
             options.listener.close()
+
+
+def _sandbox(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """The sandbox of the processes that run blocks, or none, by the options."""
+    if not options.sandbox:
+        return nullcontext()
+    return sandbox(hidden=[Path(one) for one in (options.url_file, options.engine_key) if one])
 
 
 def _loaded(loaded: Callable[[], None], secrets: Mapping[str, str]) -> None:
@@ -212,11 +216,13 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from .engine_builder import choose_runner, refuse_unsupported
+    from .engine_builder import UnsupportedSetting, choose_runner, refuse_unsupported
 
     choose_runner(options.model_runner)
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments)
+    if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
+        raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
     if not getattr(arguments, "allowed_media_domains", None):
         # Without a domain vLLM would fetch any URL that a client names. No host has this name.
         arguments.allowed_media_domains = ["no domain is allowed (--allowed-media-domains)"]
