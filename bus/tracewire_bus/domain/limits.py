@@ -24,6 +24,7 @@ __all__ = [
     "MAX_EDITS",
     "MAX_HELPERS",
     "MAX_INVOKES",
+    "MAX_LIVE_VALUES",
     "MAX_SOURCE",
     "MAX_SOURCES",
     "MAX_TRACE_ID",
@@ -49,6 +50,8 @@ MAX_SOURCE: Final = DEFAULTS.source
 MAX_SOURCES: Final = DEFAULTS.sources
 MAX_EDITS: Final = DEFAULTS.edits
 MAX_TRACE_ID: Final = DEFAULTS.trace_id
+#: Values in the live parameters of a trace, and in a change of them: each is a name and a number, a text or an array.
+MAX_LIVE_VALUES: Final = 16 * DEFAULTS.live
 
 
 def check_submission(submission: Submission, limits: Limits = DEFAULTS) -> None:

@@ -11,16 +11,15 @@ local trace, schema, client, priority, lease, limit, remember, tries, data = unp
 -- The greatest number of attempts, and of bytes if no engine has published a limit.
 local MOST_ATTEMPTS, MOST_BYTES = 100, 2^25
 if #trace > 1024 or #client > 1024 or #lease > 1024 then return redis.error_reply('LIMIT name: a name is too long') end
-local limits = call('HMGET', queue.state, 'limit', 'client-limit', 'bytes')
-limit = whole(limits[1], tonumber(limit))
-local client_limit, most_bytes = whole(limits[2], 0), whole(limits[3], MOST_BYTES)
+local own_limit, client_limit, most_bytes, waiting, number, turn =
+  unpack(call('HMGET', queue.state, 'limit', 'client-limit', 'bytes', 'waiting', 'number', 'turn'))
+limit, client_limit, most_bytes = whole(own_limit, tonumber(limit)), whole(client_limit, 0), whole(most_bytes, MOST_BYTES)
 if #data > most_bytes then
   return redis.error_reply('LIMIT submission-bytes: a submission has at most ' .. most_bytes .. ' bytes, got ' .. #data)
 end
 if not call('SET', submitted, 1, 'EX', remember, 'NX') then return 1 - call('HEXISTS', queue.entries, trace) end
 
 local client_waits = call('ZCARD', queue.client_key(client))
-local waiting, number, turn = unpack(call('HMGET', queue.state, 'waiting', 'number', 'turn'))
 waiting, number, turn = whole(waiting, 0), whole(number, 0) + 1, whole(turn, 0)
 
 if client_limit > 0 and client_waits >= client_limit then

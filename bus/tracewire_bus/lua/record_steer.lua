@@ -1,5 +1,4 @@
 -- #include stream
--- #include clock
 -- #include record
 -- Changes live parameters of a trace and orders its engine to apply the change.
 -- KEYS: record, events, changes, operations. ARGV: trace, the prefix of an engine's control stream, operation, the
@@ -38,25 +37,31 @@ for index = FIRST, #ARGV, STEP do
   if declared ~= form then return {'form', name, declared} end
 end
 if redis.call('ZCARD', changes) >= (tonumber(most) or WAITING) then return {'busy', 'steers-waiting'} end
-local now = redis.call('TIME')[1]
-count = now == second and record.count(count) + 1 or 1
+local time = redis.call('TIME')
+count = time[1] == second and record.count(count) + 1 or 1
 if count > (tonumber(most_a_second) or PER_SECOND) then return {'busy', 'steers-per-s'} end
-redis.call('HSET', key, 'ls', now, 'ln', count)
 local version = redis.call('HINCRBY', key, 'v', 1)
 -- An array: version, author, time in ms, values, and the signature if there is one.
 local ARRAY_OF_4, ARRAY_OF_5, BYTES = '\148', '\149', '\197'
-local change = cmsgpack.pack(version) .. author .. cmsgpack.pack(clock.milliseconds()) .. values
+local milliseconds = time[1] * 1000 + math.floor(time[2] / 1000)
+local change = cmsgpack.pack(version) .. author .. cmsgpack.pack(milliseconds) .. values
 if proof == '' then
   change = ARRAY_OF_4 .. change
 else
   local length = string.char(math.floor(#proof / 256), #proof % 256)
   change = ARRAY_OF_5 .. change .. BYTES .. length .. proof
 end
+local fields = {'ls', time[1], 'ln', count}
 for index = FIRST, #ARGV, STEP do
   local name, packed = ARGV[index], ARGV[index + 2]
-  redis.call('HSET', key, 'l:' .. name, packed)
-  if proof == '' then redis.call('HDEL', key, 'g:' .. name) else redis.call('HSET', key, 'g:' .. name, change) end
+  fields[#fields + 1], fields[#fields + 2] = 'l:' .. name, packed
+  if proof == '' then
+    redis.call('HDEL', key, 'g:' .. name)
+  else
+    fields[#fields + 1], fields[#fields + 2] = 'g:' .. name, change
+  end
 end
+redis.call('HSET', key, unpack(fields))
 redis.call('ZADD', changes, version, change)
 redis.call('EXPIRE', changes, remember)
 record.remember(key, operations, operation, remember)

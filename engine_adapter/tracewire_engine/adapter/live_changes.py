@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.domain.intervention_checks import substitute_live
+from tracewire_bus.domain.limits import MAX_LIVE_VALUES, measure
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
@@ -52,6 +53,8 @@ def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
     Raises:
         ValueError: it cannot be decoded, or does not fit.
     """
+    # A value may be small and decode to many objects, while all traces wait.
+    measure(data, "live", MAX_LIVE_VALUES)
     change = _change.decode(data)
     for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
         if forms.get(name) != value.form:

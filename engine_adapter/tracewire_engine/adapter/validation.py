@@ -17,7 +17,7 @@ import msgspec
 from tracewire_bus.domain.code_identity import code_hash
 from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
-from tracewire_bus.domain.limits import LimitExceeded, check_size, check_submission, measure
+from tracewire_bus.domain.limits import MAX_LIVE_VALUES, LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.live_values import LiveError, unpack_live
@@ -126,6 +126,7 @@ class Validator:
         light &= await self._measure([("submission", data)])
         submission = decode_submission(data)
         check_submission(submission, self._limits)
+        measure(submission.live, "live", MAX_LIVE_VALUES)
         packed = [("live", submission.live), ("shared", submission.shared)]
         for block in (submission.block, *(invoke.block for invoke in submission.invokes)):
             packed += [("block.variables", block.variables)] if block is not None else []

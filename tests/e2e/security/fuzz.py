@@ -34,7 +34,7 @@ import psutil
 
 from tests import fuzz
 from tests.golden import record
-from tracewire_bus.domain.limits import LimitExceeded, check_submission, measure
+from tracewire_bus.domain.limits import MAX_LIVE_VALUES, MAX_VALUES, LimitExceeded, check_submission, measure
 from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.urls import parse_url, redacted
 from tracewire_bus.wire import codec
@@ -48,7 +48,7 @@ CORPUS = Path(__file__).with_name("corpus.json")
 #: How much processor time makes a stall, in seconds: of a message on the loop, and of one on a thread beside it.
 STALL_S, BESIDE_S = 0.1, 1.0
 #: The decoders that run beside the adapter's loop, and those of what only engines and operators write.
-_BESIDE = frozenset(("submission", "measured"))
+_BESIDE = frozenset(("submission", "measured", "value"))
 _OF_CLIENTS = frozenset((*_BESIDE, "live values", "value", "change"))
 _MOST_BYTES = 64 * 1024
 #: What a decoder may raise.
@@ -72,11 +72,11 @@ def _event(data: bytes) -> None:
     codec.find_bulk(data)
 
 
-def _measured(decode: Callable[[bytes], Any]) -> Callable[[bytes], None]:
+def _measured(decode: Callable[[bytes], Any], most: int = MAX_VALUES) -> Callable[[bytes], None]:
     """As an adapter reads a part of what a client has sent."""
 
     def read(data: bytes) -> None:
-        measure(data, "part")
+        measure(data, "part", most)
         decode(data)
 
     return read
@@ -91,12 +91,12 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "event": _event,
     "plain event": codec.decode_plain,
     "deltas": codec.decode_deltas,
-    "change": _measured(codec.decode_change),
+    "change": _measured(codec.decode_change, MAX_LIVE_VALUES),
     "snapshot": codec.decode_snapshot,
     "edit": codec.decode_edit,
     "edit record": codec.decode_edit_record,
     "engine": codec.decode_engine,
-    "live values": _measured(unpack_live),
+    "live values": _measured(unpack_live, MAX_LIVE_VALUES),
     "value": _measured(unpack),
     "schema": _text(codec.check_schema),
     "number": integer,

@@ -183,6 +183,20 @@ async def test_changes_of_live_parameters_are_bounded_by_the_engine(bus: Bus, cl
         await runs(client)
 
 
+async def test_a_change_that_expands_keeps_no_trace_waiting(bus: Bus, client: Client) -> None:
+    """Its value is a megabyte of empty lists, and its sender says that it is a number."""
+    async with engine(bus, Limits()) as scripted:
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, max_tokens=100_000) as trace:
+            await until(lambda: _began(scripted))
+            await until(lambda: bus.command("HGET", bus.keys.record(trace.id), "lr"))
+            bomb = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
+            value = msgspec.structs.replace(live_values({"alpha": 1.0})["alpha"], packed=bomb)
+            await bus.records.steer(trace.id, {"alpha": value}, by="me")
+            await until(lambda: bus.guard.malformed)
+            assert await trace.steer(alpha=2.0) == 2
+        await runs(client)
+
+
 async def _began(scripted: ScriptedEngine) -> bool:
     return scripted.tracked > 0
 
