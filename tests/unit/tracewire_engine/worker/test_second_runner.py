@@ -152,12 +152,6 @@ class _Sampling(SecondRunner, _Theirs):
         self.model = torch.nn.Module()
         self.model.compute_logits = lambda hidden: hidden
         self.tracewire_unwatched = False
-        self.nnsight_model = None
-        said = self.said
-        self.tracewire_requests = SimpleNamespace(
-            give_rows=lambda model, first, total: said.append((list(first), total)),
-            unflatten=lambda model: said.append("a row each"),
-        )
 
     def serve_logits(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.clone()
@@ -171,9 +165,7 @@ class _Sampling(SecondRunner, _Theirs):
 
 
 def _sample(self: Any, hidden: torch.Tensor, batch: Any, grammar: Any) -> Any:
-    rows = self.model.compute_logits(hidden).argmax(-1)
-    width = batch.width
-    tokens = torch.stack([rows[start : start + width] for start in batch.cu_num_logits_np[:-1].tolist()])
+    tokens = self.model.compute_logits(hidden).argmax(-1, keepdim=True)
     return SimpleNamespace(sampled_token_ids=tokens), "sampled", "rejected"
 
 
@@ -182,24 +174,11 @@ def test_blocks_change_the_logits_and_then_the_samples(monkeypatch: pytest.Monke
     runner = _Sampling()
     compute = runner.model.compute_logits
     hidden = torch.tensor([[0.0, 9, 3], [0, 9, 4], [7, 1, 0]])
-    batch = SimpleNamespace(num_draft_tokens=0, cu_num_logits_np=np.array([0, 1, 2, 3]), width=1)
-    output, *rest = runner.sample(hidden, batch, None)
+    output, *rest = runner.sample(hidden, None, None)
     assert output.sampled_token_ids.tolist() == [[5], [2], [0]]
     assert rest == ["sampled", "rejected"]
     # Prompt logprobs are computed by the model's own method.
     assert runner.model.compute_logits is compute
-    assert runner.said == []
     runner.tracewire_unwatched = True
-    output, *_ = runner.sample(hidden, batch, None)
+    output, *_ = runner.sample(hidden, None, None)
     assert output.sampled_token_ids.tolist() == [[1], [1], [0]]
-
-
-def test_beside_drafts_blocks_have_the_first_token_of_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other columns are those of requests with drafts, and stay."""
-    monkeypatch.setattr(_Theirs, "sample", _sample, raising=False)
-    runner = _Sampling()
-    hidden = torch.eye(3)[[0, 2, 0, 2]]
-    batch = SimpleNamespace(num_draft_tokens=2, cu_num_logits_np=np.array([0, 2, 4]), width=2)
-    output, *_ = runner.sample(hidden, batch, None)
-    assert output.sampled_token_ids.tolist() == [[5, 2], [0, 2]]
-    assert runner.said == [([0, 2, 4], 4), "a row each"]
