@@ -1,14 +1,13 @@
 """Extends vLLM's scheduler: it can pause single requests, and treats requests with interventions differently.
 
 vLLM schedules plain requests as usual: long prompts in chunks, and cached prefixes not at all. A request with
-interventions, a *traced* request, differs in these ways:
+interventions, a *traced* request, differs in three ways:
 
 - Its prompt is computed in one step, because a block must see it whole. If it does not fit into a step beside the other
   requests, the scheduler makes room in the next step. Prompts that are being computed in chunks rest for that step, and
   the step may have more tokens than usual, up to the number that the workers can take.
 - Its KV blocks never enter the prefix cache, because values computed under an edit are of no use to other requests.
   vLLM reuses uncached KV blocks first, so they do not push out prefixes that plain requests share.
-- With speculative decoding, its drafted tokens are dropped, so that each of its steps samples one token.
 - If it is preempted, the workers copy its KV blocks to the host (`kv_offload.py`), and back when it continues. It is
   not recomputed, so its interventions read and edit each token once.
 
@@ -153,8 +152,6 @@ class _Pausing:
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Let vLLM plan the next step without paused requests, and add the messages for the workers to it."""
-        if self.vllm_config.speculative_config is not None:
-            self._drop_drafts()
         with self._set_aside(), self._make_room():
             output: Any = super().schedule(*args, **options)  # type: ignore[misc]
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
@@ -164,12 +161,6 @@ class _Pausing:
         output.tracewire_ends, self.tracewire_ends = self.tracewire_ends, {}
         output.tracewire_unclean, self.tracewire_unclean = self.tracewire_unclean, []
         return output
-
-    def _drop_drafts(self) -> None:
-        """Have the next step verify no drafted tokens of traced requests, so that it samples one token of each."""
-        for request in self.running:
-            if request.spec_token_ids and not _is_plain(request):
-                request.spec_token_ids = []
 
     def tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
         """How many tokens each of these requests has generated. Requests that have ended are left out."""

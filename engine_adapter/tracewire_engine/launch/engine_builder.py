@@ -131,7 +131,6 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             "VLLM_WORKER_MULTIPROC_METHOD=fork would give the workers, which run blocks, a copy of the adapter's "
             "memory with the Redis URL; unset it"
         )
-    second = os.environ.get(_SECOND_RUNNER) == "1"
     refused = [
         (
             # `secret.py` takes the value out of the command line. This one came by an abbreviation or an options file.
@@ -141,8 +140,8 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         ),
         (
             "--speculative-config",
-            bool(getattr(arguments, "speculative_config", None)) and not second,
-            "vLLM's first model runner would sample several tokens of a trace in one step; use --model-runner second",
+            bool(getattr(arguments, "speculative_config", None)),
+            "a step would sample several tokens, and a save could not be assigned to one of them",
         ),
         (
             "--data-parallel-size",

@@ -106,18 +106,6 @@ class RequestBook:
             mediator.batch_group = [mediator.row, 1]
         model.interleaver.batcher.total = self.rows
 
-    def give_rows(self, model: Any, first: Sequence[int], total: int) -> None:
-        """Give each block one row of values that have several rows for some requests, such as those with drafts.
-
-        Args:
-            model: nnsight's, whose interleaver serves the blocks.
-            first: the first row of each request, in the order of the batch.
-            total: how many rows there are.
-        """
-        for mediator in model.interleaver.mediators:
-            mediator.batch_group = [int(first[mediator.row]), 1]
-        model.interleaver.batcher.total = total
-
     def record_saves(self) -> None:
         """End a step: note the saves of each block that was in it."""
         for mediator in self.workers():

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from nnsight.modeling.vllm.collect import dumps_compact
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -132,23 +131,13 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
         self.end_step(stepped=stepped)
         return output
 
-    def sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tracewire_serving or self.tracewire_unwatched:
-            return super().sample(hidden_states, input_batch, *args, **kwargs)
-        book, model = self.tracewire_requests, self.nnsight_model
-        drafted = bool(input_batch.num_draft_tokens)
-        if drafted:
-            # Requests with drafts have a row for each draft and one more. Those with blocks have none.
-            first = input_batch.cu_num_logits_np
-            book.give_rows(model, first, int(first[-1]))
+            return super().sample(*args, **kwargs)
         with self._logits_served():
-            output = super().sample(hidden_states, input_batch, *args, **kwargs)
-        if drafted:
-            book.unflatten(model)
+            output = super().sample(*args, **kwargs)
         drawn = output[0]
-        tokens = drawn.sampled_token_ids
-        served = self.serve_samples(tokens[:, :1])
-        drawn.sampled_token_ids = served if tokens.shape[1] == 1 else torch.cat((served, tokens[:, 1:]), dim=1)
+        drawn.sampled_token_ids = self.serve_samples(drawn.sampled_token_ids)
         return output
 
     @contextmanager

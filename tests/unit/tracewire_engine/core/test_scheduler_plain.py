@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.schedulers import configuration, following
-from tracewire_engine.core import scheduler
 from tracewire_engine.core.scheduler import PausingAsyncScheduler, PausingScheduler
-from tracewire_engine.protocol.keys import BLOCK_ARG
 
 BLOCK = 8
 
@@ -128,12 +125,3 @@ def test_each_step_is_as_vllm_decides_on_it(depth: int, caching: bool, window: i
     assert loops[0].decided == loops[1].decided
     assert len(loops[0].decided) > 20
     assert loops[0].tokens == loops[1].tokens
-
-
-def test_a_traced_request_keeps_no_drafted_tokens() -> None:
-    def request(**extra: Any) -> Any:
-        return SimpleNamespace(spec_token_ids=[5, 6], sampling_params=SimpleNamespace(extra_args=extra))
-
-    plain, traced = request(), request(**{BLOCK_ARG: b""})
-    scheduler._Pausing._drop_drafts(SimpleNamespace(running=[plain, traced]))
-    assert (plain.spec_token_ids, traced.spec_token_ids) == ([5, 6], [])

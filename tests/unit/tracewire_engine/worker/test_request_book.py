@@ -61,19 +61,6 @@ def test_each_block_gets_its_request_s_tokens_and_then_its_row() -> None:
     assert (a.found, b.found) == ({"row": 2}, {"row": 1})
 
 
-def test_beside_requests_with_drafts_each_block_has_one_row_of_the_logits() -> None:
-    book, model = _book("a", "b"), Model()
-    book.scope(model, [("drafted", 4), ("b", 1), ("a", 1)])
-    book.unflatten(model)
-    # Of 6 rows, the request with three drafts has the first four.
-    book.give_rows(model, [0, 4, 5, 6], 6)
-    assert [book.requests[name].mediator.batch_group for name in "ab"] == [[5, 1], [4, 1]]
-    assert model.interleaver.batcher.total == 6
-    book.unflatten(model)
-    assert [book.requests[name].mediator.batch_group for name in "ab"] == [[2, 1], [1, 1]]
-    assert model.interleaver.batcher.total == 3
-
-
 def test_edits_are_served_before_the_request_s_own_block() -> None:
     book, model = _book("a"), Model()
     request = book.requests["a"]

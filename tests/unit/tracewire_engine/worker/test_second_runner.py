@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401 (before nnsight)
@@ -140,3 +142,43 @@ def test_before_the_engine_serves_vllm_is_left_alone() -> None:
     said = _step(runner, _new("r0"), r0=3)
     assert said == ["vLLM finishes", "vLLM adds", "vLLM updates", "vLLM prepares"]
     assert not runner.tracewire_come
+
+
+class _Sampling(SecondRunner, _Theirs):
+    """Samples the most likely token of each row; blocks forbid token 1 and replace the first request's sample by 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.compute_logits = lambda hidden: hidden
+        self.tracewire_unwatched = False
+
+    def serve_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[:, 1] = -1
+        return logits
+
+    def serve_samples(self, drawn: torch.Tensor) -> torch.Tensor:
+        drawn = drawn.clone()
+        drawn[0, 0] = 5
+        return drawn
+
+
+def _sample(self: Any, hidden: torch.Tensor, batch: Any, grammar: Any) -> Any:
+    tokens = self.model.compute_logits(hidden).argmax(-1, keepdim=True)
+    return SimpleNamespace(sampled_token_ids=tokens), "sampled", "rejected"
+
+
+def test_blocks_change_the_logits_and_then_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Theirs, "sample", _sample, raising=False)
+    runner = _Sampling()
+    compute = runner.model.compute_logits
+    hidden = torch.tensor([[0.0, 9, 3], [0, 9, 4], [7, 1, 0]])
+    output, *rest = runner.sample(hidden, None, None)
+    assert output.sampled_token_ids.tolist() == [[5], [2], [0]]
+    assert rest == ["sampled", "rejected"]
+    # Prompt logprobs are computed by the model's own method.
+    assert runner.model.compute_logits is compute
+    runner.tracewire_unwatched = True
+    output, *_ = runner.sample(hidden, None, None)
+    assert output.sampled_token_ids.tolist() == [[1], [1], [0]]
