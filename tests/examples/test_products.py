@@ -94,7 +94,7 @@ async def test_an_answer_of_openai_s_client_is_steered_by_http(
 ) -> None:
     async with serving(engine_bus, "tw") as served:
         gateway = {"OPENAI_BASE_URL": f"{served.url}/v1"}
-        said = await ran(environment | gateway, "steered_answer.py", "--tokens", "96")
+        said = await ran(environment | gateway, "steered_answer.py")
     head, text = said.split("\n", 1)
     trace_id = head.removeprefix("trace ")
     remark = re.compile(r"\n--- (\w+) steers to \{'alpha': 20\.0\} from token (\d+)\n")
