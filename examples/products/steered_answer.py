@@ -33,28 +33,39 @@ INTERVENTIONS = [
 def write(prompt: str, tokens: int) -> None:
     """Stream an answer, and show where another process has steered it."""
     extra = {"ignore_eos": True, "tracewire": {"interventions": INTERVENTIONS, "live": {"alpha": 0.0}}}
+    # Begun before the answer, which may be over by the time that a process takes to start.
+    command = [sys.executable, __file__, "--steer", "-"]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
     answer = OpenAI(api_key=KEY).completions.create(
         model="demo", prompt=prompt, stream=True, max_tokens=tokens, temperature=0.0, extra_body=extra
     )
-    other = None
     for chunk in answer:
         about = chunk.tracewire
-        if other is None:
-            # The first chunk has the trace's id. Whoever has it, and a key with the right, can steer the answer.
+        if "trace_id" in about:
+            # It is in the first chunk. A process that has it, and a key with the right, can steer the answer.
             print(f"trace {about['trace_id']}\n{prompt}", end="", flush=True)
-            other = subprocess.Popen([sys.executable, __file__, "--steer", about["trace_id"]])
+            other.stdin.write(f"{about['trace_id']}\n")
+            other.stdin.flush()
         elif about.get("event", {}).get("type") == "steered":
             event = about["event"]
             last = event["changes"][-1]
             print(f"\n--- {last['by']} steers to {last['values']} from token {event['first'][0]['index']}", flush=True)
         print("".join(choice.text for choice in chunk.choices), end="", flush=True)
     print()
-    if other is not None:
-        other.wait()
+    other.wait()
 
 
 def steer(trace_id: str, after: int) -> None:
-    """Follow an answer that another process streams, and steer it to code after so many tokens."""
+    """Follow an answer that another process streams, and steer it to code after so many tokens.
+
+    For `-` the trace's id is the next line of standard input.
+    """
+    if trace_id == "-":
+        print("ready", flush=True)
+        trace_id = sys.stdin.readline().strip()
     gateway = os.environ["OPENAI_BASE_URL"].removesuffix("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {KEY}"}
     with (
@@ -71,8 +82,8 @@ def steer(trace_id: str, after: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompt", default="This module provides")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--steer", metavar="TRACE")
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--steer", metavar="TRACE", help="steer this trace alone; - reads its id from standard input")
     parser.add_argument("--after", type=int, default=16, help="how many tokens the process that steers lets pass")
     options = parser.parse_args()
     if options.steer is None:

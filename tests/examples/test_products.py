@@ -89,21 +89,18 @@ async def test_the_guard_pauses_and_asks(environment: dict[str, str], reply: str
     assert "the trace was resumed" in said
 
 
-async def test_an_answer_of_openai_s_client_is_steered_by_http(
-    environment: dict[str, str], engine_bus: str, client: tracewire.Client
-) -> None:
-    async with serving(engine_bus, "tw") as served:
-        gateway = {"OPENAI_BASE_URL": f"{served.url}/v1"}
-        said = await ran(environment | gateway, "steered_answer.py", "--tokens", "96")
-    head, text = said.split("\n", 1)
-    trace_id = head.removeprefix("trace ")
-    remark = re.compile(r"\n--- (\w+) steers to \{'alpha': 20\.0\} from token (\d+)\n")
-    (change,) = remark.findall(text)
-    # The same token as a consumer of the SDK's reads, and the same text but for the line in between.
-    steered = [one async for one in client.subscribe(trace_id) if one.type == "steered"]
-    assert [(one.changes[-1].by, str(one.first_token())) for one in steered] == [change]
-    assert int(change[1]) > 16
-    state = await client.get_state(trace_id)
+async def test_an_answer_of_openai_s_client_is_steered_by_http(environment: dict[str, str], engine_bus: str) -> None:
+    async with serving(engine_bus, "tw") as served, tracewire.connect(engine_bus) as client:
+        said = await ran(environment | {"OPENAI_BASE_URL": f"{served.url}/v1"}, "steered_answer.py")
+        head, text = said.split("\n", 1)
+        trace_id = head.removeprefix("trace ")
+        remark = re.compile(r"\n--- (\w+) steers to \{'alpha': 20\.0\} from token (\d+)\n")
+        (change,) = remark.findall(text)
+        # The same token as a consumer of the SDK's reads, and the same text but for the line in between.
+        steered = [one async for one in client.subscribe(trace_id) if one.type == "steered"]
+        assert [(one.changes[-1].by, str(one.first_token())) for one in steered] == [change]
+        assert int(change[1]) > 16
+        state = await client.get_state(trace_id)
     assert remark.sub("", text) == f"This module provides{state.text}\n"
     # Steered to code, it has more of the direction.
     code, first = state.saves["code"], int(change[1])

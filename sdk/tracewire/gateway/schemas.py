@@ -351,6 +351,10 @@ class RunningEngine(Form):
     malformed: int
     waiting_bytes: int
     edit_failures: dict[str, int]
+    code: str
+    code_reason: str
+    unsigned: bool
+    public_key: str
     limits: dict[str, int]
     limits_reached: dict[str, int]
 
