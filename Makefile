@@ -27,7 +27,8 @@ setup: $(READY)  ## make .venv: the CPU engine, the client and the tools, as loc
 
 # torch comes first and with its dependencies: pip takes a CPU build of it where its configuration knows one, else the
 # CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, and what they
-# leave out (torchvision, torchaudio and torchcodec, see locks/update.py) would not import beside a CPU build.
+# leave out (torchvision, torchaudio and torchcodec, see locks/update.py) would not import beside a CPU build. Bytecode is
+# written at the end, on all cores: pip would take a minute for it on one. Some packages ship files for other Pythons.
 $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	    for python in $(PYTHONS); do \
@@ -38,9 +39,10 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	    [ -x $(BIN)/python ] || { echo "setup: none of '$(PYTHONS)' is Python 3.11 or 3.12 (make setup PYTHON=...)" >&2; exit 1; }; \
 	fi
 	@echo "setup: torch"
-	@$(PIP) install -r locks/torch-cpu.txt
+	@$(PIP) install --no-compile -r locks/torch-cpu.txt
 	@echo "setup: vLLM, nnsight, Redis and the tools (some minutes the first time)"
-	@$(PIP) install --no-deps -r locks/cpu.txt
+	@$(PIP) install --no-compile --no-deps -r locks/cpu.txt
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@echo "setup: Tracewire itself"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

@@ -119,6 +119,9 @@ def _status_of(error: BaseException) -> int:
             print(f"tracewire: {error}", file=sys.stderr)
             return 1
         case KeyboardInterrupt():
+            if sys.stderr.isatty():
+                # The shell's prompt begins a line of its own.
+                print(file=sys.stderr)
             return 130
     raise error
 

@@ -50,7 +50,8 @@ async def listening(
 ) -> AsyncIterator[StorePlace]:
     """A server on a port of its own."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    async with anyio.create_task_group() as group:
+    # Closed with the server: the kernel would take connections for it.
+    async with listener, anyio.create_task_group() as group:
         group.start_soon(listener.serve, handle)
         yield StorePlace("/nowhere", f"127.0.0.1:{listener.extra(SocketAttribute.local_port)}", TOKEN)
         group.cancel_scope.cancel()
