@@ -86,12 +86,12 @@ async def check_control(client: Client, model: Model, engines: list[str]) -> Non
             await trace.steer(strength=1.0)
             await trace.resume()
             await trace.cancel()
-            group.start_soon(check_cancelled, trace)
+            group.start_soon(check_cancelled, client, trace)
     assert seen == set(engines)
 
 
-async def check_cancelled(trace: Any) -> None:
-    events = [type(event).__name__ async for event in trace.events()]
+async def check_cancelled(client: Client, trace: Any) -> None:
+    events = [type(event).__name__ async for event in client.subscribe(trace.id)]
     assert "Steered" in events
     assert events[-1] == "Final"
 

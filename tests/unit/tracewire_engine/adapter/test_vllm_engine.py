@@ -50,7 +50,7 @@ def test_an_engine_with_graphs_without_taps_is_refused() -> None:
         return [[], ["CUDAGraphWrapper: 4 requests"]]
 
     engine = object.__new__(VllmEngine)
-    engine._patience_s = 60.0
+    engine._patience_s, engine._adapter = 60.0, 0
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
     assert re.match(r"--tap: .* 1 CUDA graphs without taps", anyio.run(_untapped, engine))
@@ -64,7 +64,7 @@ def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> 
         await anyio.sleep_forever()
 
     engine = object.__new__(VllmEngine)
-    engine._patience_s = 0.01
+    engine._patience_s, engine._adapter = 0.01, 0
     engine.llm = SimpleNamespace(collective_rpc=call)
     engine.model = SimpleNamespace(taps=(TAP,))
     with pytest.raises(EngineLost, match="did not answer tracewire_untapped"):
@@ -93,7 +93,7 @@ async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
             await anyio.sleep_forever()
 
     engine = VllmEngine.__new__(VllmEngine)
-    engine.llm, engine._patience_s = Silent(), 0.01
+    engine.llm, engine._patience_s, engine._adapter = Silent(), 0.01, 0
     calls = [
         engine.pause("r"),
         engine.resume("r"),
