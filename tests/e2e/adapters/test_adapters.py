@@ -69,7 +69,8 @@ async def check_control(client: Client, model: Model, engines: list[str]) -> Non
     seen: set[str] = set()
     traces: list[Any] = []
     async with anyio.create_task_group() as group:
-        for number in range(4):
+        # Each adapter gets one before one of them is full.
+        for number in range(16):
             trace = client.trace(
                 *(model, f"def paused_{number}("),
                 **GREEDY,
@@ -80,8 +81,10 @@ async def check_control(client: Client, model: Model, engines: list[str]) -> Non
             )
             await trace.start()
             traces.append(trace)
-        for trace in traces:
             seen.add((await trace.accepted()).engine)
+            if seen == set(engines):
+                break
+        for trace in traces:
             await trace.pause()
             await trace.steer(strength=1.0)
             await trace.resume()
