@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.source import NO_SKIP
 from nnsight.tracing.tracer import inc
 
@@ -276,6 +277,8 @@ def _number(value: Any) -> Any:
         return None
     if isinstance(value, _Opaque):
         return [value.number]
+    if isinstance(value, Envoy):
+        return [value.path]
     raise SharedValueError(f"{type(value).__name__} cannot be given to the model")
 
 

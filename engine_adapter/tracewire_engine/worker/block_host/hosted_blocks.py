@@ -423,7 +423,7 @@ class HostedBlocks:
             if request.attribute:
                 return Answer(self._given(trace, getattr(envoy._module, request.attribute)))
             assert request.value is not None
-            taken = unpack_value(request.value, lambda _, shape: self._taken(trace, shape), _refuse)
+            taken = unpack_value(request.value, lambda _, shape: self._taken(trace, shape), self._module)
             args, kwargs = taken
             return Answer(self._given(trace, envoy(*args, **kwargs)))
         except Exception as error:
@@ -435,6 +435,12 @@ class HostedBlocks:
             raise ValueError(f"no large variable has the name {name!r}")
         path = str(self.inputs / name)
         return torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
+
+    def _module(self, given: Any) -> Any:
+        """A module of the model that a block passes to another one, by its path."""
+        if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
+            raise ValueError("no module of the model")
+        return self._model.get(given[0].removeprefix("model."))
 
     def _taken(self, trace: HostedTrace, shape: Shape) -> torch.Tensor:
         device = self._model.device
