@@ -72,7 +72,7 @@ def test_every_command_that_prints_data_prints_json() -> None:
     without = {
         name for name, parser in subparsers_of(build_parser()).items() if "--json" not in parser._option_string_actions
     }
-    assert without == {"completion", "dead drop", "edits remove", "gateway", "redis"}
+    assert without == {"acl", "completion", "dead drop", "edits remove", "gateway", "keys revoke", "redis"}
 
 
 def test_the_page_lists_every_command_with_its_exit_statuses() -> None:
