@@ -133,14 +133,17 @@ def front_ends(link: str, count: int, starting: Callable[[Any], None]) -> Iterat
         yield
 
 
-def default_count(arguments: Any) -> int:
-    """How many adapters an engine with these arguments of vLLM's has unless the operator says so."""
+def default_count(arguments: Any, *, http: bool) -> int:
+    """How many adapters an engine with these arguments of vLLM's has unless the operator says so.
+
+    Adapter 0 alone serves vLLM's HTTP API, so an engine with that (`http`) has one.
+    """
     from vllm.platforms import current_platform
 
     # Each worker keeps a core busy too.
     workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     cores = len(os.sched_getaffinity(0)) - (workers - 1)
-    if current_platform.is_cpu() or arguments.distributed_executor_backend == "ray" or cores < _CORES:
+    if http or current_platform.is_cpu() or arguments.distributed_executor_backend == "ray" or cores < _CORES:
         return 1
     return 1 if arguments.create_model_config().is_multimodal_model else _ADAPTERS
 

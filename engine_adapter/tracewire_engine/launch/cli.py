@@ -126,7 +126,7 @@ def _adapter(
         logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
-        options.adapters = options.adapters or default_count(vllm_arguments)
+        options.adapters = options.adapters or default_count(vllm_arguments, http=options.openai is not None)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
         options.chats = chat_options(options)

@@ -106,7 +106,7 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         type=whole(1),
         metavar="N",
         help="how many processes handle the outputs of this engine's traces; each takes a core at high rates (default: "
-        "3 on a GPU host with at least 12 cores for this engine, else 1)",
+        "3 on a GPU host with at least 12 cores for this engine and without --openai, else 1)",
     )
     group.add_argument(
         "--queue-limit",

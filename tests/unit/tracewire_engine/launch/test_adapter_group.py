@@ -147,9 +147,10 @@ def test_several_adapters_are_the_default_where_there_are_cores(
         distributed_executor_backend="ray" if ray else None,
         create_model_config=lambda: SimpleNamespace(is_multimodal_model=images),
     )
-    assert default_count(arguments) == count
+    assert default_count(arguments, http=False) == count
+    assert default_count(arguments, http=True) == 1
     arguments.tensor_parallel_size = cores
-    assert default_count(arguments) == 1
+    assert default_count(arguments, http=False) == 1
 
 
 def test_vllm_starts_its_core_for_all_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
