@@ -99,7 +99,7 @@ def _looked(tmp_path: Path, arguments: list[str], secrets: dict[str, str], pass_
     from tracewire_engine.launch import secret
 
     (module / "secret.py").write_text(Path(secret.__file__).read_text())
-    (module / "cli.py").write_text(_LOOK)
+    (module / "__main__.py").write_text(_LOOK)
     plain = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     command = [sys.executable, "-m", "tracewire_engine.launch", *arguments]
     done = subprocess.run(

@@ -116,6 +116,7 @@ async def test_the_code_of_the_page_of_errors(client: Client) -> None:
     await run_cell(cell, "<errors>", scope)
 
 
+@pytest.mark.usefixtures("engine")
 async def test_the_code_of_the_gateway_s_page(engine_bus: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The stock client is a blocking one there, so it has a thread of its own."""
     scope: dict[str, Any] = {"openai": openai, "direction": [0.0] * 256}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from tests.support.clients import watch
 from tests.support.served import served, submission
 from tracewire import Client, LogitLens, Probe, Prompt, Steer, TraceRejected, intervention
 from tracewire_bus.bus import Bus
-from tracewire_bus.domain.limits import MAX_HELPERS, MAX_INVOKES, MAX_SOURCE, LimitExceeded
+from tracewire_bus.domain.limit_table import Limits
+from tracewire_bus.domain.limits import MAX_HELPERS, MAX_INVOKES, MAX_SOURCE, LimitExceeded, check_size
 from tracewire_bus.wire.messages import Block, Helper, Invoke
 from tracewire_bus.wire.packing import unpack
 
@@ -158,7 +160,8 @@ async def test_bad_input_is_refused_naming_the_field(client: Client, engine: Cal
 async def test_a_submission_that_is_too_large_is_refused(
     client: Client, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.domain.limits.MAX_BYTES", 1000)
+    few = partial(check_size, limits=Limits(submission_bytes=1000))
+    monkeypatch.setattr("tracewire_bus.bus.check_size", few)
     async with engine():
         with pytest.raises(TraceRejected, match=r"may take 1000; large values travel beside it") as caught:
             async with client.trace("tiny", "hello" * 1000):
