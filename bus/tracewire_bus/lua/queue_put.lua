@@ -13,7 +13,8 @@ local MOST_ATTEMPTS, MOST_BYTES = 100, 2^25
 if #trace > 1024 or #client > 1024 or #lease > 1024 then return redis.error_reply('LIMIT name: a name is too long') end
 local own_limit, client_limit, most_bytes, waiting, number, turn =
   unpack(call('HMGET', queue.state, 'limit', 'client-limit', 'bytes', 'waiting', 'number', 'turn'))
-limit, client_limit, most_bytes = whole(own_limit, tonumber(limit)), whole(client_limit, 0), whole(most_bytes, MOST_BYTES)
+limit, client_limit = whole(own_limit, tonumber(limit)), whole(client_limit, 0)
+most_bytes = whole(most_bytes, MOST_BYTES)
 if #data > most_bytes then
   return redis.error_reply('LIMIT submission-bytes: a submission has at most ' .. most_bytes .. ' bytes, got ' .. #data)
 end
@@ -42,7 +43,8 @@ end
 local seconds, micros = unpack(call('TIME'))
 local entry = {
   schema = schema, queued_us = seconds .. string.format('%06d', micros), client = client, priority = priority,
-  lease = lease, number = number, bytes = #data, attempt = 0, tries = math.min(whole(tries, 1), MOST_ATTEMPTS), lost = 0, reason = ''
+  lease = lease, number = number, bytes = #data, attempt = 0, tries = math.min(whole(tries, 1), MOST_ATTEMPTS), lost = 0,
+  reason = ''
 }
 queue.write(trace, entry)
 call('HSET', queue.data, trace, data)
