@@ -79,7 +79,7 @@ class Fence:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         if _length(scope) > self._body_bytes:
-            return await self._too_large(scope, send)
+            return await self._too_large(scope, receive, send)
         if path in ("/health", "/ping"):
             return await self._app(scope, receive, send)
         if 0 < self._requests <= self._running:
@@ -113,10 +113,14 @@ class Fence:
             await self._app(scope, counted, noted)
         except _TooLarge:
             if not began:
-                await self._too_large(scope, send)
+                await self._too_large(scope, receive, send)
 
-    async def _too_large(self, scope: Mapping[str, Any], send: Send) -> None:
+    async def _too_large(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._reached("http_body_bytes")
+        # A client that still sends while the connection is closed would not see the answer. So as much again is read.
+        left = self._body_bytes
+        while left > 0 and (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            left -= len(message.get("body", b""))
         message = f"a body has at most {self._body_bytes} bytes (--limit http-body-bytes)"
         await _refuse(scope, send, 413, message)
 

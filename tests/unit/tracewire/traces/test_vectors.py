@@ -19,6 +19,7 @@ from tests.support.vectors import encoded
 from tracewire import Ablate, Clamp, Client, Probe, Steer, TraceRejected
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain import limits
+from tracewire_bus.domain.limit_table import Limits
 from tracewire_bus.store.vectors import MISSING, VECTOR_BYTES, Vectors
 from tracewire_bus.transport.errors import NotAllowed
 from tracewire_bus.wire.codec import schema_text
@@ -203,7 +204,7 @@ async def test_bad_arrays_are_refused_in_the_same_words(
 async def test_arrays_that_are_too_large_together_are_refused(
     client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch, writes: list[set[ArrayRef]]
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_BYTES", 4 * 4 * HIDDEN)
+    monkeypatch.setattr(limits, "DEFAULTS", Limits(vector_bytes=4 * 4 * HIDDEN))
     await bus.registry.register(engine_info(engine="new", **NEW), ttl_s=600)
     with pytest.raises(TraceRejected, match="at most 32768 bytes") as caught:
         await run(client, [Steer("residual(0)", vector(number)) for number in range(5)])
