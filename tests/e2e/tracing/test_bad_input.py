@@ -316,12 +316,14 @@ async def test_garbage_on_the_queue_is_dead_lettered(bus: Bus) -> None:
 
 
 async def test_garbage_that_names_a_trace_is_answered_there(bus: Bus) -> None:
-    await bus.queue.put("demo", "garbage-with-a-name", b"\xc1")
-    events = [decode_event(entry.data) async for entry in bus.read("garbage-with-a-name")]
-    assert isinstance(events[-1], Final)
-    assert events[-1].status == "rejected"
-    assert events[-1].error is not None
-    assert events[-1].error.field == "submission"
+    # A signed submission begins with the second one's byte.
+    for trace, data, field in (("garbage", b"\xd9", "submission"), ("signed-garbage", b"\xc1", "signature")):
+        await bus.queue.put("demo", trace, data)
+        events = [decode_event(entry.data) async for entry in bus.read(trace)]
+        assert isinstance(events[-1], Final)
+        assert events[-1].status == "rejected"
+        assert events[-1].error is not None
+        assert events[-1].error.field == field
 
 
 async def test_a_newer_major_schema_is_answered_on_its_stream(bus: Bus) -> None:
