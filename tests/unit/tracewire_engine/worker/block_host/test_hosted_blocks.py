@@ -10,6 +10,9 @@ import torch
 
 from tests.support.hosted_model import HostedModel
 
+#: In one run of three, a host beside a memory bomb or after bad samples has not reported when the test looks.
+pytestmark = pytest.mark.full
+
 READS = """
 hidden = [].save()
 for step in tracer.iter[:]:
