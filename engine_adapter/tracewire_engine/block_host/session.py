@@ -30,7 +30,7 @@ from tracewire_engine.worker.blocks import time_limit
 from tracewire_engine.worker.blocks.batched_serving import BlockServing, RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRuns
-from tracewire_engine.worker.blocks.mediator import RESULT, SAMPLES, BlockMediator
+from tracewire_engine.worker.blocks.mediator import RESULT, SAMPLES, BlockMediator, in_vocabulary
 from tracewire_engine.worker.finishing import RequestFinisher
 from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.reporting import StepReporter
@@ -189,20 +189,9 @@ class Session:
         # As `TracewireRunner.serve_samples`.
         parked = [one for one in self.interleaver.mediators if one.pending is not None]
         asking = [one for one in parked if one.pending.provider in (SAMPLES, None)]
-        asked = [(one, one.asked_samples) for one in asking]
+        asked = [(one, one.asked_samples) for one in asking if isinstance(one, BlockMediator)]
         before = drawn.clone()
-        served = self.interleaver.handle(location, drawn)
-        size = self._settings.vocabulary
-        valid = ((served >= 0) & (served < size)).all(-1)
-        if bool(valid.all()):
-            return served
-        for row in (~valid).nonzero().flatten().tolist():
-            left = [token for token in served[row].tolist() if not 0 <= token < size]
-            for mediator, where in asked:
-                rows: Any = mediator.batch_group
-                if isinstance(mediator, BlockMediator) and rows[0] == row and mediator.exception is None:
-                    mediator.halt(mediator.not_in_vocabulary(left, size, where))
-        return torch.where(valid.unsqueeze(-1), served, before)
+        return in_vocabulary(self.interleaver.handle(location, drawn), before, asked, self._settings.vocabulary)
 
     def end(self) -> None:
         """End the step, and report it."""

@@ -33,7 +33,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.protocol.messages import Applied
 from tracewire_engine.worker.blocks import time_limit
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
-from tracewire_engine.worker.blocks.mediator import SAMPLES, BlockMediator
+from tracewire_engine.worker.blocks.mediator import SAMPLES, in_vocabulary
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, stage_state
 
@@ -249,7 +249,7 @@ class TracewireRunner(RunnerParts):
             size = self.model_config.get_vocab_size()
             result = valid_samples(served, drawn, size) if hosted else drawn
             if asked:
-                result = _in_vocabulary(served.clone(), result, asked, size)
+                result = in_vocabulary(served.clone(), result, asked, size)
         return result
 
     def end_step(self, *, stepped: bool) -> None:
@@ -343,29 +343,3 @@ def _token_index(state: Any, tokens: int) -> int:
     """
     index: int = state.num_computed_tokens + tokens - state.num_prompt_tokens
     return index
-
-
-def _in_vocabulary(
-    served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[BlockMediator, Any]], size: int
-) -> torch.Tensor:
-    """Check the tokens that blocks left in place of the sampled ones.
-
-    A token id outside the vocabulary would crash the worker in the next step's embedding. So it is replaced by the
-    sampled token, and the block that left it is ended with an error.
-
-    Args:
-        served: the token ids `[requests, 1]` after the blocks.
-        drawn: the token ids `[requests, 1]` that the model sampled.
-        asked: the mediators that asked for the samples, each with its `asked_samples`.
-        size: the size of the vocabulary.
-    """
-    valid = ((served >= 0) & (served < size)).all(-1)
-    if bool(valid.all()):
-        return served
-    for row in (~valid).nonzero().flatten().tolist():
-        left = [token for token in served[row].tolist() if not 0 <= token < size]
-        for mediator, where in asked:
-            rows: Any = mediator.batch_group
-            if rows[0] == row and mediator.exception is None:
-                mediator.halt(mediator.not_in_vocabulary(left, size, where))
-    return torch.where(valid.unsqueeze(-1), served, drawn)

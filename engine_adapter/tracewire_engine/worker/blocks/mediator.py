@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent
 from nnsight.intervention.cache import CacheView
 from nnsight.intervention.interleaver import Event, Mediator
@@ -28,7 +29,7 @@ from .plain_values import CopyingCache, plain
 from .process_state import recursion_limit
 from .residual import ResidualReads
 
-__all__ = ["RESULT", "SAMPLES", "BlockMediator", "BlockTracer"]
+__all__ = ["RESULT", "SAMPLES", "BlockMediator", "BlockTracer", "in_vocabulary"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -378,3 +379,29 @@ class BlockTracer(VLLMTracer):
 
     def __repr__(self) -> str:
         return "<tracer>"
+
+
+def in_vocabulary(
+    served: torch.Tensor, drawn: torch.Tensor, asked: list[tuple[BlockMediator, Any]], size: int
+) -> torch.Tensor:
+    """Check the tokens that blocks left in place of the sampled ones.
+
+    A token id outside the vocabulary would crash the worker in the next step's embedding. So it is replaced by the
+    sampled token, and the block that left it is ended with an error.
+
+    Args:
+        served: the token ids `[requests, 1]` after the blocks.
+        drawn: the token ids `[requests, 1]` that the model sampled.
+        asked: the mediators that asked for the samples, each with its `asked_samples`.
+        size: the size of the vocabulary.
+    """
+    valid = ((served >= 0) & (served < size)).all(-1)
+    if bool(valid.all()):
+        return served
+    for row in (~valid).nonzero().flatten().tolist():
+        left = [token for token in served[row].tolist() if not 0 <= token < size]
+        for mediator, where in asked:
+            rows: Any = mediator.batch_group
+            if rows[0] == row and mediator.exception is None:
+                mediator.halt(mediator.not_in_vocabulary(left, size, where))
+    return torch.where(valid.unsqueeze(-1), served, drawn)
