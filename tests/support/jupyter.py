@@ -66,6 +66,12 @@ def _command(port: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
 
 
+def kernel_environment() -> dict[str, str]:
+    """The environment of a kernel that imports what this process imports, the tests' own modules included."""
+    path = os.pathsep.join([str(ROOT), *(one for one in sys.path if one)])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 @asynccontextmanager
 async def running_lab(folder: Path) -> AsyncIterator[Lab]:
     """A JupyterLab whose kernels import what this process imports. It has no settings but its own."""
@@ -80,8 +86,7 @@ async def running_lab(folder: Path) -> AsyncIterator[Lab]:
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
     folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
-    path = os.pathsep.join([str(ROOT), *(one for one in sys.path if one)])
-    environment = {**os.environ, **folders, "JUPYTER_RUNTIME_DIR": str(home / "run"), "PYTHONPATH": path}
+    environment = {**kernel_environment(), **folders, "JUPYTER_RUNTIME_DIR": str(home / "run")}
     with (folder / "lab.log").open("wb") as log:
         given = {"cwd": notebooks, "env": environment, "stdout": log, "stderr": log, "start_new_session": True}
         started = await anyio.open_process(_command(port, notebooks), stdin=None, **given)

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.e2e.dashboard.conftest import Stand
-from tests.support.jupyter import Lab, notebook, running_lab
+from tests.support.jupyter import Lab, kernel_environment, notebook, running_lab
 from tests.support.shown_engine import projection_at, token_at
 from tests.support.until import until
 
@@ -153,7 +153,8 @@ async def test_a_notebook_that_runs_without_a_browser(form: str, stand: Stand, t
     cells = (TRACE.format(tokens=3), WAIT, state if form is BLOCKING else f"await {state}", "_.saves")
     made = notebook(connecting(stand, form), *cells)
     stand.steps.let(3)
-    await nbclient.NotebookClient(made, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).async_execute()
+    run = nbclient.NotebookClient(made, timeout=60, resources={"metadata": {"path": str(tmp_path)}})
+    await run.async_execute(env=kernel_environment())
     nbformat.validate(made)
     (shown, view), (found,), (saves,) = (made.cells[at].outputs for at in (1, 3, 4))
     assert "application/vnd.jupyter.widget-view+json" in view.data
