@@ -1,17 +1,19 @@
 """The gateway beside the SDK: how many tokens a second it passes on, and how much later each arrives.
 
     python -m benchmarks.gateway [--engine scripted|demo] [--streams N] [--tokens N] [--rounds N] [--rate R]
-                                 [--probe] [--whole] [--against CHECKOUT] [--json]
+                                 [--probe] [--whole] [--against CHECKOUT] [--read-interval SECONDS] [--json]
 
 The same streams run in turns through the SDK and through `tracewire gateway`, on one engine, Redis and machine; the
 client, the gateway, the engine and Redis are processes of their own. With `--engine scripted` the engine is a scripted
 one (`tests/support/scripted_engine.py`), which puts out a token of each stream `--rate` times a second; `demo` is the
 demo model on the CPU, as fast as it goes. With `--probe` each token brings the norms of all layers, inline. With
-`--whole` the answers are no streams. `--against` runs the gateway of another checkout in turns with this one's.
+`--whole` the answers are no streams. `--against` runs the gateway of another checkout in turns with this one's, and
+`--read-interval` a second gateway with that option.
 
 `to_sdk` is the median of the gateway's tokens a second over the median of the SDK's. `cpu_us_per_token` is what the
 gateway's process takes of a core. `added_p50_ms` and `added_p99_ms` are differences: of the quantiles of the time from
-the engine's step to the client's hands, of every token. `against` has these figures of the other checkout's gateway.
+the engine's step to the client's hands, of every token. `against` has these figures of the other checkout's gateway,
+`with_interval` those of the gateway with a `--read-interval`.
 """
 
 from __future__ import annotations
@@ -225,10 +227,14 @@ def run(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
     ways = {"sdk": Way()}
     with ExitStack() as stack:
         stack.enter_context(process(*command, "--url", url))
-        for name, checkout in {"against": options.against, "gateway": ROOT}.items():
-            if checkout is not None:
-                running, gateway = stack.enter_context(process(*served, checkout=checkout))
-                ways[name] = Way(gateway, running.pid)
+        gateways: dict[str, tuple[Path, tuple[str, ...]]] = {"gateway": (ROOT, ())}
+        if options.against is not None:
+            gateways["against"] = (options.against, ())
+        if options.read_interval:
+            gateways["with_interval"] = (ROOT, ("--read-interval", str(options.read_interval)))
+        for name, (checkout, more) in gateways.items():
+            running, gateway = stack.enter_context(process(*served, *more, checkout=checkout))
+            ways[name] = Way(gateway, running.pid)
         client = stack.enter_context(start("benchmarks.gateway", "--load", url))
         stack.callback(client.terminate)
         # The first round of each warms everything up.
@@ -247,7 +253,7 @@ def run(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
         "gateway_tokens_s": round(through.rate, 1),
         "sdk_p50_ms": round(sdk.late_ms(0.5), 2),
         "sdk_p99_ms": round(sdk.late_ms(0.99), 2),
-        **({"against": ways["against"].figures(sdk)} if "against" in ways else {}),
+        **{name: ways[name].figures(sdk) for name in ("against", "with_interval") if name in ways},
     }
 
 
@@ -269,6 +275,7 @@ def main() -> None:
     parser.add_argument("--probe", action="store_true", help="save the norms of all layers with each token")
     parser.add_argument("--whole", action="store_true", help="answers that are no streams")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="run the gateway of another checkout, too")
+    parser.add_argument("--read-interval", type=float, metavar="SECONDS", help="also run a gateway with this option")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()

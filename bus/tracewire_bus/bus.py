@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 
@@ -90,6 +91,33 @@ _SCHEMES = (*SCHEMES, "embedded")
 _WARM_S: Final = 1.0
 
 
+class OpenOptions(TypedDict, total=False):
+    """The keyword arguments of `Bus.open`, which `BusOptions` describes."""
+
+    prefix: str
+    retention_s: float
+    patience_s: float
+    read_interval_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusOptions:
+    """The options of a bus. All durations are in seconds.
+
+    Attributes:
+        prefix: the beginning of all keys; without braces.
+        retention_s: how long Redis keeps a trace that this bus ends, unless an engine of the trace's model has set
+            another time.
+        patience_s: how long a command waits while Redis does not answer, before it raises `BusUnavailable`.
+        read_interval_s: the least time between two reads of the traces' events.
+    """
+
+    prefix: str = "tw"
+    retention_s: float = 3600.0
+    patience_s: float = 20.0
+    read_interval_s: float = 0.0
+
+
 class Bus:
     """One process's connection to the bus: `async with Bus.open(url) as bus`.
 
@@ -97,17 +125,16 @@ class Bus:
     context. Any task may call `aclose`.
     """
 
-    def __init__(self, url: str, *, prefix: str, retention_s: float, patience_s: float) -> None:
+    def __init__(self, url: str, options: BusOptions) -> None:
         if parse_url(url).scheme not in _SCHEMES:
             raise ValueError(
                 f"a bus's URL begins with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}; got {redacted(url)!r}"
             )
         #: The URL for other processes. For `embedded://`, the private server's URL once the bus is open.
         self.url = url
-        self.keys = Keys(prefix)
-        self.proofs = Proofs(prefix=prefix)
-        self._retention_s = retention_s
-        self._patience_s = patience_s
+        self.keys = Keys(options.prefix)
+        self.proofs = Proofs(prefix=options.prefix)
+        self._options = options
         self._server: EmbeddedServer | None = None
         self._connections_: Connections | None = None
         self._reader: Reader | SlotReaders | None = None
@@ -127,7 +154,7 @@ class Bus:
         self.guard = Guard()
 
     @classmethod
-    def open(cls, url: str, *, prefix: str = "tw", retention_s: float = 3600.0, patience_s: float = 20.0) -> Self:
+    def open(cls, url: str, **options: Unpack[OpenOptions]) -> Self:
         """A bus on the Redis at `url`, connected when its context is entered.
 
         Args:
@@ -135,11 +162,7 @@ class Bus:
                 `redis+sentinel://host:port,host:port/service` for the master that the sentinels name;
                 `redis+cluster://host:port,host:port` for a cluster (both also with `rediss`); `embedded://` for a
                 private server that ends with the bus.
-            prefix: the beginning of all keys; without braces.
-            retention_s: how long Redis keeps a trace that this bus ends, in seconds, unless an engine of the trace's
-                model has set another time.
-            patience_s: how long a command waits while Redis does not answer, in seconds, before it raises
-                `BusUnavailable`.
+            options: those of `BusOptions`.
 
         Raises:
             ValueError: `url` has another scheme, or `prefix` has braces; on entering: `url` has an unknown option.
@@ -147,7 +170,7 @@ class Bus:
             BusError: on entering: Redis refuses the connection.
             EmbeddedServerError: on entering: the private server does not start.
         """
-        return cls(url, prefix=prefix, retention_s=retention_s, patience_s=patience_s)
+        return cls(url, BusOptions(**options))
 
     async def __aenter__(self) -> Self:
         if self._connections_ is not None:
@@ -158,18 +181,20 @@ class Bus:
 
                 self._server = await EmbeddedServer.start().__aenter__()
                 self.url = self._server.url
-            connections = self._connections_ = Connections(self.url, patience_s=self._patience_s, guard=self.guard)
+            connections = self._connections_ = Connections(
+                self.url, patience_s=self._options.patience_s, guard=self.guard
+            )
             await _check(connections)
             if connections.clustered:
-                self._reader = SlotReaders(connections)
+                self._reader = SlotReaders(connections, interval_s=self._options.read_interval_s)
             else:
-                self._reader = Reader(connections)
+                self._reader = Reader(connections, interval_s=self._options.read_interval_s)
                 self._reader.start()
             self._blobs = Blobs(connections.unbatched(), self.keys)
             self._vectors = Vectors(connections, self.keys)
             self._bulk = BulkReader(BulkStores(connections, self.keys.bulk_store))
             self._snapshots = Snapshots(connections.unbatched(), self.keys, self._bulk)
-            self._records = Records(connections, self.keys, self._retention_s, self.proofs)
+            self._records = Records(connections, self.keys, self._options.retention_s, self.proofs)
             self._queue = Queue(connections, self.keys)
             self._dead_letters = DeadLetters(connections, self.keys)
             self._leases = Leases(connections, self.keys)
@@ -336,12 +361,12 @@ class Bus:
     @property
     def retention_s(self) -> float:
         """How long Redis keeps a trace that this bus ends, in seconds, unless the trace's record says another time."""
-        return self._retention_s
+        return self._options.retention_s
 
     @property
     def patience_s(self) -> float:
         """How long commands wait while Redis does not answer, in seconds."""
-        return self._patience_s
+        return self._options.patience_s
 
     @property
     def finished(self) -> Finished:
@@ -405,7 +430,7 @@ class Bus:
         return Writer(
             self._connections,
             self.keys,
-            self._retention_s,
+            self._options.retention_s,
             self.queue.note_settled,
             patience_s=memory_patience_s,
             before=self.blobs.repeat,

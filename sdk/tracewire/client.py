@@ -67,6 +67,7 @@ class ClientOptions(KeyOptions, total=False):
     name: str | None
     lease_ttl: Duration
     retry_timeout: Duration | None
+    read_interval: Duration
 
 
 def connect(url: str | None = None, **options: Unpack[ClientOptions]) -> Connecting:
@@ -110,6 +111,13 @@ class Connecting:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+def _address(url: str | None) -> str:
+    address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
+    if not address:
+        raise InvalidUrl(_NO_URL)
+    return address
+
+
 class Client:
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
@@ -128,6 +136,10 @@ class Client:
     does not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it
     waits without limit. Reading a trace always waits without limit.
 
+    The client reads the events of all its traces together, as soon as there are any. With a `read_interval`, of one
+    second at most, it reads that long after its last read. It then takes less of a core, and events come later by up
+    to the interval.
+
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. A method
     that asks Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`, `BusRefused` if Redis
     refuses, `BusFull` if its memory is full, and `ClientClosed`. All of these but `BusFull` are `ConnectError`s.
@@ -142,7 +154,8 @@ class Client:
 
     Raises:
         ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
-        ValueError: `lease_ttl` is not at least 1 second, or `retry_timeout` is negative.
+        ValueError: `lease_ttl` is not at least 1 second, `retry_timeout` is negative, or `read_interval` is not between
+            0 and 1 second.
     """
 
     def __init__(
@@ -153,19 +166,16 @@ class Client:
         name: str | None = None,
         lease_ttl: Duration = 10.0,
         retry_timeout: Duration | None = 20.0,
+        read_interval: Duration = 0.0,
         **keys: Unpack[KeyOptions],
     ) -> None:
-        if name is not None:
-            check_text("name", name)
-        address = os.environ.get("TRACEWIRE_URL") if not url else check_text("url", url)
-        if not address:
-            raise InvalidUrl(_NO_URL)
         self._session = Session(
-            address,
-            name=name,
+            _address(url),
+            name=None if name is None else check_text("name", name),
             prefix=check_text("prefix", prefix),
             lease_ttl=check_seconds("lease_ttl", lease_ttl, 1),
             retry_timeout=check_limit("retry_timeout", retry_timeout),
+            read_interval=check_seconds("read_interval", read_interval, most=1.0),
             proofs=proofs_of(**keys),
         )
         self._entered = False

@@ -86,11 +86,13 @@ class Reader:
     To add a stream while that connection blocks, the reader ends the wait with `CLIENT UNBLOCK` over another
     connection. If Redis does not allow that command, the reader reconnects.
 
-    On a cluster, `near` is a key, and all streams of this reader share its slot.
+    On a cluster, `near` is a key, and all streams of this reader share its slot. The reader waits `interval_s` seconds
+    from the end of one read to the next, so that a read finds the entries of several steps.
     """
 
-    def __init__(self, connections: Connections, near: str = "") -> None:
+    def __init__(self, connections: Connections, near: str = "", *, interval_s: float = 0.0) -> None:
         self._connections = connections
+        self._interval_s = interval_s
         self._link = connections.link(near)
         self._block_s = _BLOCK_SLOT_S if near else _BLOCK_S
         self._streams: dict[str, _Stream] = {}
@@ -191,7 +193,7 @@ class Reader:
                     name = key.decode()
                     self._deliver(name, asked[name], parse_entries(entries))
                 # Lets consumers handle these entries before the next read.
-                await checkpoint()
+                await (anyio.sleep(self._interval_s) if self._interval_s else checkpoint())
             except Exception as error:
                 await self._failed(error, backoff)
 
@@ -313,8 +315,9 @@ class Reader:
 class SlotReaders:
     """The readers of a cluster: one for each slot with a subscription."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, *, interval_s: float = 0.0) -> None:
         self._connections = connections
+        self._interval_s = interval_s
         self._readers: dict[int | None, Reader] = {}
 
     def subscribe(self, key: str, since: str, resync: Resync | None = None, record: str = "") -> Subscription:
@@ -322,7 +325,7 @@ class SlotReaders:
         slot = self._connections.slot(key)
         reader = self._readers.get(slot)
         if reader is None:
-            reader = self._readers[slot] = Reader(self._connections, key)
+            reader = self._readers[slot] = Reader(self._connections, key, interval_s=self._interval_s)
             reader.start()
         return reader.subscribe(key, since, resync, record)
 

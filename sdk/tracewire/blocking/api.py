@@ -815,6 +815,10 @@ class Client(BlockingClient):
     does not answer, a call waits for up to `retry_timeout` seconds and then raises `BusUnavailable`; with `None` it
     waits without limit. Reading a trace always waits without limit.
 
+    The client reads the events of all its traces together, as soon as there are any. With a `read_interval`, of one
+    second at most, it reads that long after its last read. It then takes less of a core, and events come later by up
+    to the interval.
+
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. A method
     that asks Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`, `BusRefused` if Redis
     refuses, `BusFull` if its memory is full, and `ClientClosed`. All of these but `BusFull` are `ConnectError`s.
@@ -829,7 +833,8 @@ class Client(BlockingClient):
 
     Raises:
         ConnectError: no URL is given, the URL names no Redis, or `prefix` has braces.
-        ValueError: `lease_ttl` is not at least 1 second, or `retry_timeout` is negative.
+        ValueError: `lease_ttl` is not at least 1 second, `retry_timeout` is negative, or `read_interval` is not between
+            0 and 1 second.
     """
 
     @overload

@@ -33,9 +33,18 @@ class BlockingClient(Bridge[AsyncClient]):
         name: str | None = None,
         lease_ttl: Duration = 10.0,
         retry_timeout: Duration | None = 20.0,
+        read_interval: Duration = 0.0,
         **keys: Unpack[KeyOptions],
     ) -> None:
-        made = AsyncClient(url, prefix=prefix, name=name, lease_ttl=lease_ttl, retry_timeout=retry_timeout, **keys)
+        made = AsyncClient(
+            url,
+            prefix=prefix,
+            name=name,
+            lease_ttl=lease_ttl,
+            retry_timeout=retry_timeout,
+            read_interval=read_interval,
+            **keys,
+        )
         super().__init__(Portal(), made)
         self._entered = False
         self._add_resources()

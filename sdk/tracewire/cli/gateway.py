@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tracewire.checks import check_seconds
 from tracewire.client import connect
 from tracewire.errors import LibraryMissing
 from tracewire_bus.logs import LOG_FORMATS, configure_logging
@@ -49,6 +50,8 @@ def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     add("--body-limit", type=_bytes, default=32 << 20, metavar="BYTES", help="largest body of a request (default: 32M)")
     add("--concurrency", type=int, default=0, metavar="N", help="requests that one key may run at once (default: any)")
     add("--drain", type=float, default=30.0, metavar="SECONDS", help="how long SIGTERM lets requests run (default: 30)")
+    what = "least time between two reads of events, at most 1 (default: 0); longer takes less of a core"
+    add("--read-interval", type=_interval, default=0.0, metavar="SECONDS", help=what)
     add("--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)")
     add(
         "--tracing", action="store_true", help="send OpenTelemetry spans, as the variables OTEL_* say (docs/tracing.md)"
@@ -67,6 +70,13 @@ def _bytes(text: str) -> int:
     if count <= 0:
         raise argparse.ArgumentTypeError(f"expected a positive number of bytes, such as 32M, got {text}")
     return count
+
+
+def _interval(text: str) -> float:
+    try:
+        return check_seconds("--read-interval", float(text), most=1.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 to 1, such as 0.03, got {text}") from None
 
 
 async def _gateway(options: argparse.Namespace) -> int:
@@ -91,6 +101,7 @@ async def _gateway(options: argparse.Namespace) -> int:
             body_bytes=options.body_limit,
             concurrency=options.concurrency,
             drain_s=options.drain,
+            read_interval_s=options.read_interval,
             tracing=options.tracing,
         )
         binding = Binding(

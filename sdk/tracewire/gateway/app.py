@@ -72,6 +72,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             name=settings.name,
             lease_ttl=settings.lease_ttl_s,
             key=settings.signing_key,
+            read_interval=settings.read_interval_s,
             # A request has a shorter patience of its own; the end of a request must not wait for ever.
             retry_timeout=max(20.0, settings.patience_s),
         )

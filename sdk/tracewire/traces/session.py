@@ -48,13 +48,21 @@ class Session:
     presence: Presence
 
     def __init__(
-        self, url: str, *, name: str | None, prefix: str, lease_ttl: float, retry_timeout: float, proofs: Proofs
+        self,
+        url: str,
+        *,
+        name: str | None,
+        prefix: str,
+        lease_ttl: float,
+        retry_timeout: float,
+        read_interval: float,
+        proofs: Proofs,
     ) -> None:
         self.url = url
         self.name = name if name is not None else f"{socket.gethostname()}:{os.getpid()}"
         self.models = ServedModels(self.open_bus)
         self.turns = PerTickLimiter(_TRACES_PER_TICK)
-        self._make_bus = partial(Bus.open, url, prefix=prefix, patience_s=retry_timeout)
+        self._make_bus = partial(Bus.open, url, prefix=prefix, patience_s=retry_timeout, read_interval_s=read_interval)
         self._proofs = proofs
         self._lease_ttl = lease_ttl
         try:

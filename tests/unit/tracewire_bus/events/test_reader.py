@@ -100,6 +100,30 @@ async def test_new_traces_are_read_without_a_look_at_each(bus: Bus) -> None:
     assert found[count] == found[30]
 
 
+@pytest.mark.parametrize(("interval_s", "fewer"), [(0.0, False), (0.3, True)])
+async def test_a_reader_with_an_interval_reads_seldom(
+    embedded: str, prefix: str, interval_s: float, fewer: bool
+) -> None:
+    count = 300
+    async with Bus.open(embedded, prefix=prefix, read_interval_s=interval_s) as bus, Bus.open(embedded) as other:
+        found: list[Entry] = []
+
+        async def follow() -> None:
+            found.extend(await rest(bus.read("t", "start")))
+
+        async with bus.writer() as writer, anyio.create_task_group() as group:
+            group.start_soon(follow)
+            await until_blocked(other)
+            before = await calls_of_xread(other)
+            for seq in range(count):
+                # Redis has an entry before the next is written.
+                await writer.append("t", 1, seq, f"t {seq}".encode())
+                await other.command("PING")
+            await writer.append("t", 1, count, f"t {count}".encode(), final=True)
+        assert_whole(found, "t", count)
+        assert (await calls_of_xread(other) - before < count / 5) is fewer
+
+
 async def test_what_is_too_much_for_the_reader_at_once_is_read_one_by_one(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
