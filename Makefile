@@ -10,10 +10,13 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
 ARGS ?=
+# How many processes run tests at once; all tests that start engines run in one of them. 0: this one does it all.
+WORKERS ?= 2
 
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SPREAD := -n $(WORKERS) --dist loadgroup
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
@@ -52,13 +55,13 @@ demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends 
 	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)
 
 test: $(READY)  ## all tests but those marked `full`
-	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not full" $(SPREAD) $(ARGS)
 
 test-full: $(READY)  ## all tests
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q $(SPREAD) $(ARGS)
 
 test-engineless: $(READY)  ## the tests that start no engine
-	@$(BIN)/python -m pytest -q -m "not full and not engine" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) $(ARGS)
 
 lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts, the examples' types, luacheck
 	@echo "lint: ruff check"; $(BIN)/ruff check -q .

@@ -19,6 +19,7 @@ from tests.support.engine_process import (
     EngineProcess,
     expect_engines,
     is_asked_for,
+    is_worker,
     looked_at_inside,
     started_engine,
 )
@@ -78,11 +79,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, so that `make test-engineless` can leave it out, and run tests/e2e/ last.
 
-    The shared engine starts while other tests run.
+    The shared engine starts while other tests run. Of several workers (`-n`), one runs all tests that start engines,
+    one after the other: two engines would starve each other. A file's other tests share a worker, with their fixtures.
     """
     for item in items:
-        if "starts_engine" in getattr(item, "fixturenames", ()):
+        starts = "starts_engine" in getattr(item, "fixturenames", ())
+        if starts:
             item.add_marker(pytest.mark.engine)
+        forks = hasattr(getattr(item, "module", None), "adapter_command")
+        group = "engine" if starts else "command" if forks else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: _E2E in item.path.parents)
 
 
@@ -133,7 +139,12 @@ def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session", autouse=True)
 def _ahead(request: pytest.FixtureRequest) -> None:
-    """What takes long to start, and will be asked for, starts while other tests run."""
+    """What takes long to start, and will be asked for, starts while other tests run.
+
+    None of several workers knows ahead which tests it will run.
+    """
+    if is_worker():
+        return
     if any(hasattr(getattr(item, "module", None), "adapter_command") for item in request.session.items):
         import_ahead()
     if is_asked_for("starting", request.session):

@@ -29,6 +29,7 @@ __all__ = [
     "check_expected",
     "expect_engines",
     "is_asked_for",
+    "is_worker",
     "left_running",
     "looked_at_inside",
     "running_engine",
@@ -170,6 +171,11 @@ def running_engine(
 def is_asked_for(fixture: str, session: pytest.Session) -> bool:
     """Whether a test of the session needs a fixture, so that what takes long to start may start ahead."""
     return any(fixture in getattr(item, "fixturenames", ()) for item in session.items)
+
+
+def is_worker() -> bool:
+    """Whether this process runs a part of a session's tests, beside others (`pytest -n`)."""
+    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 async def left_running(client: tracewire.Client) -> tracewire.Trace:
