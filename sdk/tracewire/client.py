@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
 
 import anyio
 
@@ -463,8 +463,19 @@ class Client:
         """
         return await control.cancel(self._session, trace_id, reason, by=by)
 
-    async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
+    async def pause(
+        self,
+        trace_id: str,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
+
+        With a `timeout`, in seconds or as a timedelta, the engine ends the pause by itself when that time is over, even
+        if the client that paused the trace has died: it resumes or cancels the trace, as `on_timeout` says. The same
+        author may pause again to move that end. A pause without a `timeout` replaces one that has one.
 
         A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
         trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
@@ -474,17 +485,20 @@ class Client:
         Raises:
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
+            ValueError: `timeout` is not positive, or above 30 days, or `on_timeout` is another word.
         """
-        return await control.pause(self._session, trace_id, by=by)
+        return await control.pause(self._session, trace_id, by=by, end=control.pause_end(timeout, on_timeout))
 
-    async def resume(self, trace_id: str, *, by: str | None = None) -> bool:
+    async def resume(self, trace_id: str, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
+
+        With `paused_by`, the call resumes the trace only if the author of its pause has that name.
 
         Raises:
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
         """
-        return await control.pause(self._session, trace_id, by=by, resume=True)
+        return await control.resume(self._session, trace_id, by=by, paused_by=paused_by)
 
     async def get_state(self, trace_id: str) -> State:
         """A trace's state: its events up to the last one at the time of the call, folded.

@@ -194,13 +194,19 @@ class Trace(Bridge[AsyncTrace]):
         """Cancel the trace: see `Client.cancel`."""
         return self._portal.call(partial(self._async.cancel, reason, by=by))
 
-    def pause(self, *, by: str | None = None) -> bool:
+    def pause(
+        self,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause the trace: see `Client.pause`."""
-        return self._portal.call(partial(self._async.pause, by=by))
+        return self._portal.call(partial(self._async.pause, by=by, timeout=timeout, on_timeout=on_timeout))
 
-    def resume(self, *, by: str | None = None) -> bool:
+    def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
-        return self._portal.call(partial(self._async.resume, by=by))
+        return self._portal.call(partial(self._async.resume, by=by, paused_by=paused_by))
 
     def accepted(self) -> Accepted:
         """Wait until an engine has accepted the trace, and return its `Accepted` event.
@@ -1062,8 +1068,19 @@ class Client(BlockingClient):
         """
         return self._portal.call(partial(self._async.cancel, trace_id, reason, by=by))
 
-    def pause(self, trace_id: str, *, by: str | None = None) -> bool:
+    def pause(
+        self,
+        trace_id: str,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
+
+        With a `timeout`, in seconds or as a timedelta, the engine ends the pause by itself when that time is over, even
+        if the client that paused the trace has died: it resumes or cancels the trace, as `on_timeout` says. The same
+        author may pause again to move that end. A pause without a `timeout` replaces one that has one.
 
         A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
         trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
@@ -1073,17 +1090,20 @@ class Client(BlockingClient):
         Raises:
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
+            ValueError: `timeout` is not positive, or above 30 days, or `on_timeout` is another word.
         """
-        return self._portal.call(partial(self._async.pause, trace_id, by=by))
+        return self._portal.call(partial(self._async.pause, trace_id, by=by, timeout=timeout, on_timeout=on_timeout))
 
-    def resume(self, trace_id: str, *, by: str | None = None) -> bool:
+    def resume(self, trace_id: str, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
+
+        With `paused_by`, the call resumes the trace only if the author of its pause has that name.
 
         Raises:
             TraceEnded: the trace has ended, or is about to.
             UnknownTrace: no such trace was submitted, or it has expired.
         """
-        return self._portal.call(partial(self._async.resume, trace_id, by=by))
+        return self._portal.call(partial(self._async.resume, trace_id, by=by, paused_by=paused_by))
 
     def get_state(self, trace_id: str) -> State:
         """A trace's state: its events up to the last one at the time of the call, folded.
