@@ -52,6 +52,7 @@ __all__ = [
     "TraceElsewhere",
     "TraceEnded",
     "TraceMissing",
+    "unpause_command",
 ]
 
 #: How long after a trace's deadline its own engine may end it before `sweep` does, in milliseconds.
@@ -518,31 +519,6 @@ class Records:
             case answer:
                 return answer == "asked"
 
-    async def unpause(self, trace: str, number: int) -> int:
-        """End the pause of this number, whose time is over: a call of the trace's engine.
-
-        Returns the number of the resumption; 0 if another order came since.
-
-        Raises:
-            BusUnavailable: Redis does not answer; the pause may have ended.
-        """
-        return int(await self._connections.command(*_UNPAUSE((self._keys.record(trace),), number)))
-
-    async def mark_nonce(self, trace: str, key: str, nonce: bytes, attempt: int) -> bool:
-        """Mark the signed submission of a trace as taken by an attempt. Returns False if one as late has taken it.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        mark = self._keys.nonce(trace, key, nonce)
-        if await self._connections.command("SET", mark, attempt, "NX", "EX", REMEMBER_S) is not None:
-            return True
-        taken = self._guard.read(integer, await self._connections.command("GET", mark) or 0, key=mark, entry="attempt")
-        if taken is None or taken >= attempt:
-            return False
-        await self._connections.command("SET", mark, attempt, "EX", REMEMBER_S)
-        return True
-
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
         _check_name(trace)
@@ -587,6 +563,14 @@ class Records:
             for reply in replies
             for trace, model in zip(reply[::2], reply[1::2], strict=True)
         ]
+
+
+def unpause_command(keys: Keys, trace: str, number: int) -> tuple[Any, ...]:
+    """The command by which a trace's engine ends the pause of this number, whose time is over.
+
+    The reply is the number of the resumption; 0 if another order came since.
+    """
+    return _UNPAUSE((keys.record(trace),), number)
 
 
 def _steer_refusal(reason: str, told: Sequence[str], values: Mapping[str, LiveValue]) -> SteerRefused:

@@ -8,7 +8,7 @@ from typing import Final
 import anyio
 
 from tracewire_bus.bus import Bus, BusError
-from tracewire_bus.store.trace_records import cancellation
+from tracewire_bus.store.trace_records import cancellation, unpause_command
 from tracewire_bus.transport.backoff import Backoff
 
 from .claims import Claims
@@ -61,7 +61,7 @@ class PauseEnds:
             pause.due = None
             self._control.end(run, "cancelled", cancellation(author, "its pause was not ended in time"))
             return
-        number = await self._bus.records.unpause(run.trace, pause.number)
+        number = int(await self._bus.command(*unpause_command(self._bus.keys, run.trace, pause.number)))
         # An order that came meanwhile has set another time, or none.
         if number and pause.due == due:
             pause.request(author, resume=True, number=number)

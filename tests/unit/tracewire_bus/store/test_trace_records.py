@@ -50,17 +50,17 @@ async def test_a_pause_that_somebody_has_ended_since_is_not_made_again(bus: Bus,
 
 
 async def test_a_pause_with_an_end_is_moved_by_its_author_and_replaced_by_one_without(bus: Bus, trace: str) -> None:
-    records = bus.records
-    assert await records.pause(trace, by="guard", within_s=30, then="cancel")
-    assert await records.pause(trace, by="guard", within_s=60.5, then="resume")
-    assert not await records.pause(trace, by="another", within_s=5, then="resume")
-    opened = await records.open(trace, "e")
+    at = bus.records
+    assert await at.pause(trace, by="guard", within_s=30, then="cancel")
+    assert await at.pause(trace, by="guard", within_s=60.5, then="resume")
+    assert not await at.pause(trace, by="another", within_s=5, then="resume")
+    opened = await at.open(trace, "e")
     assert opened.pause_left_s is not None
     assert 50 < opened.pause_left_s <= 60.5
     assert (opened.paused, opened.pauses, opened.pause_within_s, opened.pause_then) == ("guard", 2, 60.5, "resume")
-    assert await records.pause(trace, by="person")
-    assert not await records.pause(trace, by="guard", within_s=5, then="cancel")
-    opened = await records.open(trace, "e")
+    assert await at.pause(trace, by="person")
+    assert not await at.pause(trace, by="guard", within_s=5, then="cancel")
+    opened = await at.open(trace, "e")
     assert (opened.paused, opened.pause_left_s, opened.pause_within_s, opened.pause_then) == ("person", None, None, "")
 
 
@@ -73,9 +73,8 @@ async def test_a_pause_of_another_author_is_left_alone_where_the_caller_says_so(
 async def test_an_engine_ends_the_pause_that_it_means(bus: Bus, trace: str) -> None:
     assert await bus.records.pause(trace, by="guard", within_s=30, then="resume")
     assert await bus.records.pause(trace, by="guard", within_s=60, then="resume")
-    assert await bus.records.unpause(trace, 1) == 0
-    assert await bus.records.unpause(trace, 2) == 3
-    assert await bus.records.unpause(trace, 3) == 0
+    ended = [await bus.command(*records.unpause_command(bus.keys, trace, number)) for number in (1, 2, 3)]
+    assert ended == [0, 3, 0]
     assert await bus.records.pause(trace, by="person")
 
 

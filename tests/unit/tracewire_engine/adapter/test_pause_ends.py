@@ -124,16 +124,3 @@ async def test_an_end_waits_for_redis(client: Client, embedded: str, prefix: str
                 assert isinstance(await anext(trace), Resumed)
             engine.finish(next(iter(engine.requests)))
             await trace.result()
-
-
-async def test_the_end_of_a_pause_is_checked(client: Client) -> None:
-    async with client.trace("tiny", "hello", detach=True) as trace:
-        with pytest.raises(ValueError, match=r"^timeout: expected more than 0"):
-            await trace.pause(timeout=0)
-        with pytest.raises(TypeError, match=r"^timeout: expected a number of seconds"):
-            await trace.pause(timeout="soon")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"^on_timeout: expected 'resume' or 'cancel'"):
-            await trace.pause(timeout=1, on_timeout="stop")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"^paused_by: expected text"):
-            await trace.resume(paused_by=5)  # type: ignore[arg-type]
-        assert await trace.cancel()
