@@ -8,8 +8,6 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
-import anyio
-
 from tracewire.admin.dead_letters import DeadLetters
 from tracewire.admin.edits import Edits
 from tracewire.admin.engines import Engines
@@ -18,24 +16,19 @@ from tracewire.admin.server import Server
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention
-from tracewire.traces import control
 from tracewire.traces.control import check_trace_id
 from tracewire.traces.event_reader import EventReader
 from tracewire.traces.model import Model, model_name
 from tracewire.traces.session import Session
-from tracewire.traces.state import State
 from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
-from tracewire_bus.domain.fold import Fold
-from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.transport.urls import redacted
-from tracewire_bus.wire.ids import parse_id
 from tracewire_bus.wire.messages import Block, DeclaredIntervention
 
 from .checks import Duration, check_limit, check_seconds, check_text, shown
+from .client_control import ControlMethods
 from .client_keys import proofs_of
-from .error_mapping import bus_errors
-from .errors import AlreadyEntered, InvalidUrl, UnknownPosition, UnknownTrace
+from .errors import AlreadyEntered, InvalidUrl, UnknownPosition
 from .options import HarvestOptions, TraceOptions
 from .progress import HarvestProgress
 from .submission import PromptInput, make_submission, split_options
@@ -118,7 +111,7 @@ def _address(url: str | None) -> str:
     return address
 
 
-class Client:
+class Client(ControlMethods):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         async with tracewire.Client(url) as client: ...
@@ -423,98 +416,3 @@ class Client:
         """The standing interventions of a model: installed on all its engines, and run on requests from then on."""
         self._session.open_bus()
         return Edits(self._session, model_name(model))
-
-    # --- control ------------------------------------------------------------------------------------------------------
-
-    async def get_live(self, trace_id: str) -> LiveState:
-        """A trace's live parameters as they are now: their version (0: as declared) and their values.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return await control.live_state(self._session, trace_id)
-
-    async def steer(
-        self,
-        trace_id: str,
-        values: Mapping[str, Any] | None = None,
-        /,
-        *,
-        if_version: int | None = None,
-        by: str | None = None,
-        **more: Any,
-    ) -> int:
-        """Change live parameters of a trace, all of them at once, and return the new version.
-
-        Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
-        return. A `Steered` event then names the first token for which the change holds: the first one sampled in a step
-        that begins after the engine has received the change. With `if_version`, Redis accepts the change only if the
-        live parameters are still at that version. `by` names the author, by default this client. Floating-point arrays
-        of another precision are converted to the declared one. A live parameter called `if_version` or `by` goes into
-        `values`.
-
-        Raises:
-            SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
-            VersionConflict: the live parameters are at another version than `if_version`.
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-            BusUnavailable: Redis does not answer; the change may have been accepted.
-        """
-        return await control.steer(self._session, trace_id, values, more, if_version=if_version, by=by)
-
-    async def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-        """Cancel a trace, queued or running: it ends as `cancelled`. Its error has the `reason` and the author.
-
-        Any client may cancel any trace. The engine stops within two steps. Consumers can still read all that was
-        generated and saved until then. Returns `False` if the trace had ended already.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return await control.cancel(self._session, trace_id, reason, by=by)
-
-    async def pause(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
-
-        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
-        trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
-        cache again when the trace is resumed. A queued trace pauses right after it begins. Returns `False` if the trace
-        was paused already.
-
-        Raises:
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return await control.pause(self._session, trace_id, by=by)
-
-    async def resume(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
-
-        Raises:
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return await control.pause(self._session, trace_id, by=by, resume=True)
-
-    async def get_state(self, trace_id: str) -> State:
-        """A trace's state: its events up to the last one at the time of the call, folded.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        check_trace_id(trace_id)
-        bus = self._session.open_bus()
-        with bus_errors():
-            tail = await bus.tail_id(trace_id)
-            if parse_id(tail) == (0, 0) and not await bus.exists(trace_id):
-                raise UnknownTrace(trace_id)
-            reader = EventReader(trace_id, bus, "0-0")
-            reader.assume_exists()
-        fold = Fold()
-        try:
-            while parse_id(reader.position) < parse_id(tail) and await reader.next(fold) is not None:
-                pass
-        finally:
-            with anyio.CancelScope(shield=True):
-                await reader.aclose()
-        return State(trace_id, fold)

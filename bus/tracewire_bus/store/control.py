@@ -49,7 +49,9 @@ class Order(msgspec.Struct, frozen=True):
         change: for `steer`, the encoded change.
         by: the client that gave the order.
         reason: for `cancel`, the reason.
-        within_s: for `drain`, after how many seconds the engine puts its running traces back; None for no limit.
+        within_s: for `drain`, after how many seconds the engine puts its running traces back; for `pause`, after how
+            many it ends the pause. None for no limit.
+        then: for `pause`, how the engine ends the pause: `resume` or `cancel`.
         number: for `pause` and `resume`, the count of the trace's pauses and resumptions, from 1; 0 if unknown.
         proof: the client's signature; empty if the client has no key. That of `steer` is in the change.
     """
@@ -62,6 +64,7 @@ class Order(msgspec.Struct, frozen=True):
     within_s: float | None = None
     number: int = 0
     proof: bytes = b""
+    then: str = ""
 
 
 def drain_command(
@@ -213,6 +216,7 @@ def _order(flat: Sequence[bytes]) -> Order:
         _seconds(_text(fields.get(b"w", b""))),
         integer(fields.get(b"n", b"0")),
         fields.get(b"g", b""),
+        _text(fields.get(b"o", b"")),
     )
 
 

@@ -25,9 +25,9 @@ def cancel_content(by: str, reason: str) -> bytes:
     return _encoder.encode((by, reason))
 
 
-def pause_content(by: str) -> bytes:
+def pause_content(by: str, within_s: float | None = None, then: str = "") -> bytes:
     """What the proof of a pause, or of a resumption, covers."""
-    return _encoder.encode((by,))
+    return _encoder.encode((by,) if within_s is None else (by, within_s, then))
 
 
 def drain_content(by: str, within_s: float | None) -> bytes:

@@ -52,6 +52,7 @@ __all__ = [
     "TraceElsewhere",
     "TraceEnded",
     "TraceMissing",
+    "unpause_command",
 ]
 
 #: How long after a trace's deadline its own engine may end it before `sweep` does, in milliseconds.
@@ -67,6 +68,7 @@ _MARK: Final = b"\xce\xff\xff\xff\xff"
 
 # Fields of a record: m model, c client, p lease, t deadline (ms), e engine, a attempt, s state, v version of the live
 # parameters, x reason of the cancellation, xb who cancelled, z who paused, zn count of pauses and resumptions,
+# zt when the pause ends (ms), zw the seconds that its author gave it, zo what the engine does then,
 # lw, lr limits on changes, ls, ln their rate, r retention after the end (s), l:NAME a packed live value, f:NAME its
 # form, g:NAME the signed change that has set it, k the id of the key that has signed the submission, xg and zg the
 # proofs of x and z.
@@ -81,6 +83,7 @@ _WAIT: Final = Script("record_wait")
 _STEER: Final = Script("record_steer")
 _CANCEL: Final = Script("record_cancel")
 _PAUSE: Final = Script("record_pause")
+_UNPAUSE: Final = Script("record_unpause")
 _SWEEP: Final = Script("record_sweep")
 _RESTORE: Final = Script("record_restore")
 
@@ -139,6 +142,8 @@ class Opened(msgspec.Struct, frozen=True):
         cancelled: who cancelled the trace, and the reason; None if it is not cancelled.
         paused: who paused the trace; None if it is not paused.
         pauses: count of its pauses and resumptions.
+        pause_left_s: seconds until the pause ends; None if it has no end.
+        pause_within_s, pause_then: how long the pause's author had it last, and what the engine does then.
         cancel_proof, pause_proof: the signatures of these; empty without one.
         live_proofs: for each live parameter that a signed change has set, that change, encoded.
     """
@@ -151,6 +156,9 @@ class Opened(msgspec.Struct, frozen=True):
     cancelled: tuple[str, str] | None = None
     paused: str | None = None
     pauses: int = 0
+    pause_left_s: float | None = None
+    pause_within_s: float | None = None
+    pause_then: str = ""
     cancel_proof: bytes = b""
     pause_proof: bytes = b""
     live_proofs: dict[str, bytes] = {}
@@ -463,10 +471,28 @@ class Records:
             case _:
                 return "", _text(reply[1])
 
-    async def pause(self, trace: str, *, by: str, resume: bool = False) -> bool:
+    async def pause(
+        self,
+        trace: str,
+        *,
+        by: str,
+        resume: bool = False,
+        within_s: float | None = None,
+        then: str = "",
+        of: str = "",
+    ) -> bool:
         """Pause a trace, or, with `resume`, let it go on. Returns False if it was in that state already.
 
         If the connection breaks, the command is sent again and takes effect once.
+
+        Args:
+            trace: its id.
+            by: the author.
+            resume: whether the trace goes on.
+            within_s: after how many seconds the engine ends the pause, by `then`: `resume` or `cancel`. The same author
+                may move the end, and a pause without an end replaces one with an end.
+            then: what the engine does at the end.
+            of: with `resume`, whose pause ends; a pause of another author goes on. `""`: anybody's.
 
         Raises:
             TraceEnded: the trace has ended or is about to end.
@@ -476,11 +502,13 @@ class Records:
         keys = self._keys
         names = keys.record(trace), keys.events(trace), keys.operations(trace)
         action: Literal["pause", "resume"] = "resume" if resume else "pause"
+        within_s = None if within_s is None else float(within_s)
         reply = await self._connections.command(
             *_PAUSE(
                 (*names, keys.control(keys.tag(trace), "")),
                 *(trace, keys.control(keys.tag(trace), ""), action, by, CONTROL_S, _operation(), REMEMBER_S),
-                self._proofs.order(action, trace, pause_content(by)),
+                self._proofs.order(action, trace, pause_content(by, within_s, then)),
+                *("" if within_s is None else repr(within_s), then, of),
             )
         )
         match _text(reply):
@@ -490,21 +518,6 @@ class Records:
                 raise TraceEnded(f"trace {trace} has ended")
             case answer:
                 return answer == "asked"
-
-    async def mark_nonce(self, trace: str, key: str, nonce: bytes, attempt: int) -> bool:
-        """Mark the signed submission of a trace as taken by an attempt. Returns False if one as late has taken it.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        mark = self._keys.nonce(trace, key, nonce)
-        if await self._connections.command("SET", mark, attempt, "NX", "EX", REMEMBER_S) is not None:
-            return True
-        taken = self._guard.read(integer, await self._connections.command("GET", mark) or 0, key=mark, entry="attempt")
-        if taken is None or taken >= attempt:
-            return False
-        await self._connections.command("SET", mark, attempt, "EX", REMEMBER_S)
-        return True
 
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
@@ -552,6 +565,14 @@ class Records:
         ]
 
 
+def unpause_command(keys: Keys, trace: str, number: int) -> tuple[Any, ...]:
+    """The command by which a trace's engine ends the pause of this number, whose time is over.
+
+    The reply is the number of the resumption; 0 if another order came since.
+    """
+    return _UNPAUSE((keys.record(trace),), number)
+
+
 def _steer_refusal(reason: str, told: Sequence[str], values: Mapping[str, LiveValue]) -> SteerRefused:
     """The error for the reply of the script that changes live parameters; `told` is the reply behind its reason."""
     match reason:
@@ -580,7 +601,7 @@ def _operation() -> str:
 
 def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened:
     record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
-    due = record.get(b"t")
+    due, pause_due = record.get(b"t"), record.get(b"zt")
     cancelled = record.get(b"x")
     live = pack_live(_live(record))
     unpack_live(live)
@@ -593,6 +614,9 @@ def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened
         cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
         paused=None if b"z" not in record else _text(record[b"z"]),
         pauses=integer(record.get(b"zn", 0)),
+        pause_left_s=None if pause_due is None else (_due(pause_due) - integer(now)) / 1000,
+        pause_within_s=None if b"zw" not in record else float(record[b"zw"]),
+        pause_then=_text(record.get(b"zo", b"")),
         cancel_proof=record.get(b"xg", b""),
         pause_proof=record.get(b"zg", b""),
         live_proofs={name[2:].decode(): change for name, change in record.items() if name.startswith(b"g:")},

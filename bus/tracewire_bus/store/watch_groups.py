@@ -3,6 +3,9 @@
 Each entry goes to one reader of a group. The reader acknowledges it when it asks for the next. An entry that a reader
 has not acknowledged for some time goes to another reader. So each entry is handled at least once. It is handled twice
 if a reader dies or is slow in the middle of it.
+
+A reader may *keep* an entry while it reads on, and acknowledge it later (`GroupWatch.keep`). The reader renews its kept
+entries as long as it reads, so that they go to another reader only if this one dies or hangs.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -40,6 +44,13 @@ _SILENT: Final = 10
 
 #: The number of takeovers from one search for silent readers to the next.
 _SWEEP_EVERY: Final = 10
+
+
+#: After which part of `idle_s` without renewal a reader takes its kept entries for another's.
+_SURE: Final = 0.9
+
+#: Number of entries that one command renews or acknowledges.
+_MANY: Final = 512
 
 
 class GroupRemoved(BusError):
@@ -95,6 +106,7 @@ class GroupWatch(LifecycleReader):
         self, connections: Connections, keys: Keys, group: str, consumer: str, since: str, idle_s: float
     ) -> None:
         super().__init__(connections, keys)
+        self._connections = connections
         self._group = group
         self._consumer = consumer
         self._idle_s = idle_s
@@ -106,6 +118,9 @@ class GroupWatch(LifecycleReader):
         #: Whether Redis may have assigned entries to this reader that it has not got: then it reads them again.
         self._reread = True
         self._current: tuple[str, Id] | None = None
+        #: The entries that the caller has kept, and when they were renewed last.
+        self._kept: dict[tuple[str, Id], None] = {}
+        self._renewed_at = 0.0
         self._read_at = 0.0
         self._claim_at = 0.0
         self._cursors = dict.fromkeys(self._names, b"0-0")
@@ -167,27 +182,74 @@ class GroupWatch(LifecycleReader):
                     return event
                 await self._fetch()
 
+    def keep(self) -> tuple[str, Id]:
+        """Keep the last entry: it stays this reader's while it reads on, until `acknowledge`.
+
+        Returns the entry's place, for `acknowledge` and `is_kept`.
+
+        Raises:
+            ValueError: no entry was returned, or the last one is kept already.
+        """
+        if self._current is None:
+            raise ValueError("keep: expected to be called once for each event, after it was returned")
+        place, self._current = self._current, None
+        if not self._kept:
+            self._renewed_at = anyio.current_time()
+        self._kept[place] = None
+        return place
+
+    def is_kept(self, place: tuple[str, Id]) -> bool:
+        """Whether an entry is this reader's. It is not once it was acknowledged, or this reader was silent too long."""
+        return place in self._kept
+
+    async def acknowledge(self, place: tuple[str, Id]) -> None:
+        """Acknowledge a kept entry. Does nothing for one that is no longer kept.
+
+        Raises:
+            BusUnavailable: Redis does not answer. The entry stays kept.
+            BusRefused: Redis refuses.
+        """
+        if place in self._kept:
+            await self._connections.command("XACK", place[0], self._group, entry_id(place[1]))
+            self._kept.pop(place, None)
+
+    async def _renew(self, now: float) -> None:
+        """Renew the kept entries, so that no other reader takes them over; or give them up, if one may have."""
+        if now - self._renewed_at > self._idle_s * _SURE:
+            logger.warning(
+                "a watch of group %s was silent for %.1f s: others take over its %d kept entries",
+                *(self._group, now - self._renewed_at, len(self._kept)),
+            )
+            self._kept.clear()
+            return
+        by_name: dict[str, list[str]] = {}
+        for name, id_ in self._kept:
+            by_name.setdefault(name, []).append(entry_id(id_))
+        claims = [
+            ("XCLAIM", name, self._group, self._consumer, 0, *ids[start : start + _MANY], "JUSTID")
+            for name, ids in by_name.items()
+            for start in range(0, len(ids), _MANY)
+        ]
+        if await self._ask(*claims) is not None:
+            self._renewed_at = now
+
     async def _fetch(self) -> None:
         now = anyio.current_time()
+        if self._kept and now - self._renewed_at > self._idle_s / 4:
+            await self._renew(now)
         if not self._link.connected:
             # The reply of the last read may have been lost.
             self._reread = True
         reading = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
         try:
             if self._reread:
-                own = await self._read_all((*reading, PAGE), ["0"] * TAGS)
-                if own is not None:
-                    gone = self._take(own)
-                    if gone:
-                        # They were trimmed before a reader got them.
-                        await self._ask(*(("XACK", name, self._group, entry_id(id_)) for name, id_ in gone))
-                    self._reread = bool(self._buffer or gone)
+                await self._read_own((*reading, PAGE))
             elif now >= self._claim_at:
                 await self._take_over()
             else:
                 # Until the reply is here: a lost reply may have entries for this reader.
                 self._reread = True
-                reply = await self._read_all((*reading, 1), [">"] * TAGS, min(BLOCK_S, self._idle_s / 2))
+                reply = await self._read_all((*reading, 1), [">"] * TAGS, min(BLOCK_S, self._idle_s / 4))
                 if reply is not None:
                     self._reread = False
                     self._take(reply)
@@ -196,6 +258,25 @@ class GroupWatch(LifecycleReader):
                 raise
             await self._rejoin()
         self._read_at = now
+
+    async def _read_own(self, reading: Sequence[Any]) -> None:
+        """Read the entries again that are this reader's, but those that the caller keeps."""
+        places = dict.fromkeys(self._names, "0")
+        while True:
+            own = await self._read_all(reading, places.values())
+            if own is None:
+                return
+            gone = [place for place in self._take(own) if place not in self._kept]
+            self._buffer = deque(entry for entry in self._buffer if entry[:2] not in self._kept)
+            if gone:
+                # They were trimmed before a reader got them.
+                await self._ask(*(("XACK", name, self._group, entry_id(id_)) for name, id_ in gone))
+            self._reread = bool(self._buffer or gone)
+            full = {key.decode(): entries[-1][0].decode() for key, entries in own if len(entries) == PAGE}
+            if self._reread or not full:
+                return
+            # The caller keeps all entries of these pages.
+            places.update(full)
 
     async def _take_over(self) -> None:
         """Take over entries that other readers have not acknowledged for `idle_s` seconds."""
@@ -254,6 +335,7 @@ class GroupWatch(LifecycleReader):
         held = [(name, id_) for name, id_, _ in self._buffer]
         if self._current is not None:
             held.append(self._current)
+        held += self._kept
         if not closed and self._joined and self._wait is None:
             age = ("IDLE", round(self._idle_s * 1000) + _AGED_MS, "JUSTID")
             with anyio.move_on_after(1, shield=True):
@@ -265,4 +347,5 @@ class GroupWatch(LifecycleReader):
                 except Exception as error:
                     logger.debug("the entries of a watch go to other readers only after its idle time: %r", error)
         self._buffer.clear()
+        self._kept.clear()
         await super().aclose()

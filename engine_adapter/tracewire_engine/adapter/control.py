@@ -152,9 +152,9 @@ class Control:
             # The trace has ended, or nobody may do this.
             return
         elif order.kind in ("pause", "resume"):
-            run.pause.request(order.by, resume=order.kind == "resume", number=order.number)
-            self._to_pause.append(run)
-            self._wanted.notify()
+            resume = order.kind == "resume"
+            run.pause.request(order.by, resume=resume, number=order.number, within_s=order.within_s, then=order.then)
+            self.apply_pause(run)
         elif order.kind == "cancel":
             self.end(run, "cancelled", cancellation(order.by, order.reason))
         elif run.live is not None:
@@ -162,6 +162,11 @@ class Control:
             values = self._bus.guard.read(run.live.take, order.change, key=key, entry="a change of live parameters")
             if values:
                 self._steering.send(run.live, values)
+
+    def apply_pause(self, run: TraceRun) -> None:
+        """Have a run pause or go on, as was asked for last."""
+        self._to_pause.append(run)
+        self._wanted.notify()
 
     def end(self, run: TraceRun, status: Status, failure: Failure) -> bool:
         """End a run early, as `status` with `failure`. Returns `False` if the run has ended or was to end already."""

@@ -145,7 +145,7 @@ class Gate:
         elif order.kind == "drain":
             return self._drain(order)
         else:
-            content = pause_content(order.by)
+            content = pause_content(order.by, order.within_s, order.then)
         return self.proof(order.kind, order.trace, order.proof, content, owner)
 
     def _drain(self, order: Order) -> Key | None:

@@ -358,7 +358,7 @@ class Intake:
             run.end("cancelled", cancellation(*opened.cancelled))
         run.pause.number = opened.pauses
         if opened.paused is not None:
-            run.pause.request(opened.paused)
+            run.pause.request(opened.paused, within_s=opened.pause_left_s, then=opened.pause_then)
         return run
 
     def _deadline_failure(self, submission: Submission) -> Failure:
@@ -451,7 +451,8 @@ def _proven(opened: Opened, gate: Gate, trace: str, owner: Key | None, proofs: L
         cancelled = None
     try:
         if paused is not None:
-            gate.proof("pause", trace, opened.pause_proof, pause_content(paused), owner, timely=False)
+            content = pause_content(paused, opened.pause_within_s, opened.pause_then)
+            gate.proof("pause", trace, opened.pause_proof, content, owner, timely=False)
     except SignatureRefused as error:
         logger.warning("the pause of trace %s is refused: %s", trace, error)
         paused = None

@@ -24,23 +24,17 @@ from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Carrier, Rejection
+from .shared_file import SharedFile
 
 __all__ = ["Inputs"]
 
-#: How long to wait for the workers to drop a file, in seconds. A file that they keep only costs memory.
-DROP_S = 10.0
 
+class _File(SharedFile):
+    """The file of one variable or image."""
 
-class _File:
-    """The state of one file, and how many traces use it."""
-
-    def __init__(self) -> None:
-        self.users = 0
+    def __init__(self, path: Path, carrier: Carrier | None) -> None:
+        super().__init__(path, carrier)
         self.whole = False
-        #: Whether the adapter has begun to send the file to remote workers, and whether they have all of it.
-        self.begun = False
-        self.carried = False
-        self.turn = anyio.Lock()
 
 
 class Inputs:
@@ -77,16 +71,16 @@ class Inputs:
             raise LimitExceeded("variables", message, "variable_bytes")
         async with AsyncExitStack() as held:
             for field, ref in references:
-                await held.enter_async_context(self._file(submission.trace, field, ref, self._carrier))
+                await held.enter_async_context(self._file(submission.trace, field, ref))
             for field, ref in _images(submission):
                 # The adapter itself reads images, so workers do not need them.
-                await held.enter_async_context(self._file(submission.trace, field, ref, None))
+                await held.enter_async_context(self._file(submission.trace, field, ref, travels=False))
             yield
 
     @asynccontextmanager
-    async def _file(self, trace: str, field: str, ref: ArrayRef, carrier: Carrier | None) -> AsyncIterator[None]:
+    async def _file(self, trace: str, field: str, ref: ArrayRef, *, travels: bool = True) -> AsyncIterator[None]:
         path = input_path(self._folder, ref)
-        file = self._files.setdefault(path, _File())
+        file = self._files.setdefault(path, _File(path, self._carrier))
         file.users += 1
         try:
             async with file.turn:
@@ -95,22 +89,15 @@ class Inputs:
                 else:
                     await self._fetch(trace, field, ref, path)
                     file.whole = True
-                if carrier is not None and not file.carried:
-                    file.begun = True
-                    await carrier.carry(path)
-                    # Not earlier: a request that waits for the file would use an incomplete one.
-                    file.carried = True
+                if travels:
+                    await file.carry()
             yield
         finally:
             file.users -= 1
             if not file.users:
                 del self._files[path]
-                # Memory that the workers have mapped stays mapped.
-                path.unlink(missing_ok=True)
-                if self._carrier is not None and file.begun:
-                    # An engine that hangs must not keep its adapter from exiting.
-                    with anyio.move_on_after(DROP_S, shield=True):
-                        await self._carrier.drop(path)
+                file.unlink()
+                await file.drop()
 
     async def _compare(self, trace: str, field: str, ref: ArrayRef) -> None:
         """Check that the trace has the value to which it refers.

@@ -8,6 +8,8 @@ again otherwise. So its nonce has a mark with the attempt.
 from __future__ import annotations
 
 from tracewire_bus.bus import Bus
+from tracewire_bus.store.queue_entries import REMEMBER_S
+from tracewire_bus.transport.guard import integer
 from tracewire_bus.wire.signing import Envelope
 
 __all__ = ["Nonces"]
@@ -29,9 +31,19 @@ class Nonces:
         """
         if envelope.nonce in self._open:
             return True
-        if not await self._bus.records.mark_nonce(trace, envelope.key, envelope.nonce, attempt):
+        if not await self._mark(self._bus.keys.nonce(trace, envelope.key, envelope.nonce), attempt):
             return False
         self._open.add(envelope.nonce)
+        return True
+
+    async def _mark(self, mark: str, attempt: int) -> bool:
+        """Set a mark to an attempt. Returns False if one as late has set it."""
+        if await self._bus.command("SET", mark, attempt, "NX", "EX", REMEMBER_S) is not None:
+            return True
+        taken = self._bus.guard.read(integer, await self._bus.command("GET", mark) or 0, key=mark, entry="attempt")
+        if taken is None or taken >= attempt:
+            return False
+        await self._bus.command("SET", mark, attempt, "EX", REMEMBER_S)
         return True
 
     def end(self, envelope: Envelope) -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import anyio
+
 from tracewire_bus.wire.messages import Paused, Resumed
 
 from .trace_stream import UNNUMBERED
@@ -21,16 +23,26 @@ class PauseState:
         self.wanted_by: str | None = None
         #: The number of the last pause or resumption that a client asked for, counted over the whole trace.
         self.number = 0
+        #: When the pause ends, by the event loop's clock, and whether the trace is cancelled then; None without an end.
+        self.due: float | None = None
+        self.cancels = False
         #: Whether its requests are paused in the engine, or are about to be.
         self.paused = False
         self._asked_by = self._begun_by = ""
         self._applying = False
 
-    def request(self, by: str, *, resume: bool = False, number: int = 0) -> None:
-        """Ask for a pause, or for its end. `TraceRun.apply_pause` carries that out."""
+    def request(
+        self, by: str, *, resume: bool = False, number: int = 0, within_s: float | None = None, then: str = ""
+    ) -> None:
+        """Ask for a pause, or for its end. `TraceRun.apply_pause` carries that out.
+
+        `within_s` and `then` are as in an `Order`: `PauseEnds` carries them out.
+        """
         self.number = max(self.number, number)
         self.wanted_by = None if resume else by
         self._asked_by = by
+        self.due = None if resume or within_s is None else anyio.current_time() + max(0.0, within_s)
+        self.cancels = then == "cancel"
 
     @property
     def outstanding(self) -> bool:

@@ -45,6 +45,7 @@ from .large_inputs import Inputs
 from .leases import LeaseWatch
 from .lifecycle import Lifecycle
 from .live_changes import Steering
+from .pause_ends import PauseEnds
 from .pending import PendingRecords
 from .report_router import ReportRouter
 from .retention import FinishedRetention, Retention
@@ -110,6 +111,7 @@ class Adapter:
         self._backpressure = Backpressure(
             *(engine, self._writer, self._reports, self._pending, self._claims, self._lifecycle, settings.buffer_bytes)
         )
+        self._pause_ends = PauseEnds(bus, self._claims, self._control)
         self._trace_limits = TraceLimits(self._claims, settings.limits, services.limit_counts, self._control.end)
         #: Whether the adapter takes new traces.
         self._taking = True
@@ -205,6 +207,7 @@ class Adapter:
                 group.start_soon(self._bulk.run)
             group.start_soon(self._backpressure.run)
             group.start_soon(self._trace_limits.run)
+            group.start_soon(self._pause_ends.run)
             group.start_soon(self._watch_engine)
             await self._register()
             group.start_soon(self._heartbeat)

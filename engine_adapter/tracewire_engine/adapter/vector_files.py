@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
+import anyio.to_thread
 
 from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check_content
 from tracewire_bus.store.vectors import MISSING, VectorMissing, Vectors
@@ -25,6 +25,7 @@ from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import vector_path
 
 from .engine_api import Carrier, Rejection
+from .shared_file import SharedFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,23 +34,16 @@ __all__ = ["VectorFiles"]
 
 #: Bytes of files that are kept, those in use included.
 KEPT_BYTES = 256 * 1024 * 1024
-#: How long to wait for the workers to drop a file, in seconds. A file that they keep only costs memory.
-DROP_S = 10.0
 
 
-class _File:
-    """The file of one vector, and how many traces use it."""
+class _File(SharedFile):
+    """The file of one vector."""
 
-    def __init__(self, ref: ArrayRef, path: Path) -> None:
-        self.path = path
-        self.users = 0
+    def __init__(self, ref: ArrayRef, path: Path, carrier: Carrier | None) -> None:
+        super().__init__(path, carrier)
         #: What the file has, once it was checked: a reference that somebody made up may have another dtype or shape.
         self.content: tuple[str, tuple[int, ...]] | None = None
         self.nbytes = ref.nbytes
-        #: Whether the adapter has begun to send the file to remote workers, and whether they have all of it.
-        self.begun = False
-        self.carried = False
-        self.turn = anyio.Lock()
 
 
 class VectorFiles:
@@ -78,7 +72,7 @@ class VectorFiles:
             for field, ref in _references(interventions):
                 file = self._hold(ref)
                 held.append(file)
-                if file.content != (ref.dtype, ref.shape) or (self._carrier is not None and not file.carried):
+                if file.content != (ref.dtype, ref.shape) or not file.is_everywhere:
                     await self._ready(file, field, ref)
             yield
         finally:
@@ -87,7 +81,7 @@ class VectorFiles:
     def _hold(self, ref: ArrayRef) -> _File:
         file = self._files.get(ref.blob)
         if file is None:
-            file = self._files[ref.blob] = _File(ref, vector_path(self._folder, ref))
+            file = self._files[ref.blob] = _File(ref, vector_path(self._folder, ref), self._carrier)
         file.users += 1
         self._unused.pop(ref.blob, None)
         return file
@@ -108,13 +102,9 @@ class VectorFiles:
             removed.append(oldest)
         for file in removed:
             del self._files[file.path.name]
-            # Memory that the workers have mapped stays mapped.
-            file.path.unlink(missing_ok=True)
+            file.unlink()
         for file in removed:
-            if self._carrier is not None and file.begun:
-                # An engine that hangs must not keep its adapter from exiting.
-                with anyio.move_on_after(DROP_S, shield=True):
-                    await self._carrier.drop(file.path)
+            await file.drop()
 
     async def _ready(self, file: _File, field: str, ref: ArrayRef) -> None:
         async with file.turn:
@@ -124,11 +114,7 @@ class VectorFiles:
                 self._bytes += ref.nbytes
             elif file.content != (ref.dtype, ref.shape):
                 raise _missing(field, ref, "its content does not match the reference")
-            if self._carrier is not None and not file.carried:
-                file.begun = True
-                await self._carrier.carry(file.path)
-                # Not earlier: a request that waits for the file would use an incomplete one.
-                file.carried = True
+            await file.carry()
 
     async def _fetch(self, file: _File, field: str, ref: ArrayRef) -> None:
         try:

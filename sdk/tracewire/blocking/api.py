@@ -194,13 +194,19 @@ class Trace(Bridge[AsyncTrace]):
         """Cancel the trace: see `Client.cancel`."""
         return self._portal.call(partial(self._async.cancel, reason, by=by))
 
-    def pause(self, *, by: str | None = None) -> bool:
+    def pause(
+        self,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause the trace: see `Client.pause`."""
-        return self._portal.call(partial(self._async.pause, by=by))
+        return self._portal.call(partial(self._async.pause, by=by, timeout=timeout, on_timeout=on_timeout))
 
-    def resume(self, *, by: str | None = None) -> bool:
+    def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
-        return self._portal.call(partial(self._async.resume, by=by))
+        return self._portal.call(partial(self._async.resume, by=by, paused_by=paused_by))
 
     def accepted(self) -> Accepted:
         """Wait until an engine has accepted the trace, and return its `Accepted` event.
@@ -837,6 +843,98 @@ class Client(BlockingClient):
             0 and 1 second.
     """
 
+    def get_live(self, trace_id: str) -> LiveState:
+        """A trace's live parameters as they are now: their version (0: as declared) and their values.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return self._portal.call(partial(self._async.get_live, trace_id))
+
+    def steer(
+        self,
+        trace_id: str,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        if_version: int | None = None,
+        by: str | None = None,
+        **more: Any,
+    ) -> int:
+        """Change live parameters of a trace, all of them at once, and return the new version.
+
+        Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
+        return. A `Steered` event then names the first token for which the change holds: the first one sampled in a step
+        that begins after the engine has received the change. With `if_version`, Redis accepts the change only if the
+        live parameters are still at that version. `by` names the author, by default this client. Floating-point arrays
+        of another precision are converted to the declared one. A live parameter called `if_version` or `by` goes into
+        `values`.
+
+        Raises:
+            SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
+            VersionConflict: the live parameters are at another version than `if_version`.
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+            BusUnavailable: Redis does not answer; the change may have been accepted.
+        """
+        return self._portal.call(partial(self._async.steer, trace_id, values, if_version=if_version, by=by, **more))
+
+    def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
+        """Cancel a trace, queued or running: it ends as `cancelled`. Its error has the `reason` and the author.
+
+        Any client may cancel any trace. The engine stops within two steps. Consumers can still read all that was
+        generated and saved until then. Returns `False` if the trace had ended already.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return self._portal.call(partial(self._async.cancel, trace_id, reason, by=by))
+
+    def pause(
+        self,
+        trace_id: str,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
+        """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
+
+        With a `timeout`, in seconds or as a timedelta, the engine ends the pause by itself when that time is over, even
+        if the client that paused the trace has died: it resumes or cancels the trace, as `on_timeout` says. The same
+        author may pause again to move that end. A pause without a `timeout` replaces one that has one.
+
+        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
+        trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
+        cache again when the trace is resumed. A queued trace pauses right after it begins. Returns `False` if the trace
+        was paused already.
+
+        Raises:
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+            ValueError: `timeout` is not positive, or above 30 days, or `on_timeout` is another word.
+        """
+        return self._portal.call(partial(self._async.pause, trace_id, by=by, timeout=timeout, on_timeout=on_timeout))
+
+    def resume(self, trace_id: str, *, by: str | None = None, paused_by: str | None = None) -> bool:
+        """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
+
+        With `paused_by`, the call resumes the trace only if the author of its pause has that name.
+
+        Raises:
+            TraceEnded: the trace has ended, or is about to.
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return self._portal.call(partial(self._async.resume, trace_id, by=by, paused_by=paused_by))
+
+    def get_state(self, trace_id: str) -> State:
+        """A trace's state: its events up to the last one at the time of the call, folded.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+        """
+        return self._portal.call(partial(self._async.get_state, trace_id))
+
     @overload
     def trace(
         self,
@@ -1019,84 +1117,6 @@ class Client(BlockingClient):
         """The standing interventions of a model: installed on all its engines, and run on requests from then on."""
         made: Edits = Edits._of(self, self._portal.run(partial(self._async.edits, model)))
         return made
-
-    def get_live(self, trace_id: str) -> LiveState:
-        """A trace's live parameters as they are now: their version (0: as declared) and their values.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return self._portal.call(partial(self._async.get_live, trace_id))
-
-    def steer(
-        self,
-        trace_id: str,
-        values: Mapping[str, Any] | None = None,
-        /,
-        *,
-        if_version: int | None = None,
-        by: str | None = None,
-        **more: Any,
-    ) -> int:
-        """Change live parameters of a trace, all of them at once, and return the new version.
-
-        Any client may steer any trace; changes apply in the order in which Redis took them. The change is accepted on
-        return. A `Steered` event then names the first token for which the change holds: the first one sampled in a step
-        that begins after the engine has received the change. With `if_version`, Redis accepts the change only if the
-        live parameters are still at that version. `by` names the author, by default this client. Floating-point arrays
-        of another precision are converted to the declared one. A live parameter called `if_version` or `by` goes into
-        `values`.
-
-        Raises:
-            SteerRejected: a name was not declared, or a value is not finite or not of the declared type and shape.
-            VersionConflict: the live parameters are at another version than `if_version`.
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-            BusUnavailable: Redis does not answer; the change may have been accepted.
-        """
-        return self._portal.call(partial(self._async.steer, trace_id, values, if_version=if_version, by=by, **more))
-
-    def cancel(self, trace_id: str, reason: str = "", *, by: str | None = None) -> bool:
-        """Cancel a trace, queued or running: it ends as `cancelled`. Its error has the `reason` and the author.
-
-        Any client may cancel any trace. The engine stops within two steps. Consumers can still read all that was
-        generated and saved until then. Returns `False` if the trace had ended already.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return self._portal.call(partial(self._async.cancel, trace_id, reason, by=by))
-
-    def pause(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Pause a trace within two steps, until it is resumed. Other traces are unaffected.
-
-        A `Paused` event follows. The deadline keeps counting, and the trace can be steered and cancelled meanwhile. The
-        trace's KV cache stays in the engine's memory until another trace needs the room; then the engine computes the
-        cache again when the trace is resumed. A queued trace pauses right after it begins. Returns `False` if the trace
-        was paused already.
-
-        Raises:
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return self._portal.call(partial(self._async.pause, trace_id, by=by))
-
-    def resume(self, trace_id: str, *, by: str | None = None) -> bool:
-        """Resume a paused trace; a `Resumed` event follows. Returns whether it was paused.
-
-        Raises:
-            TraceEnded: the trace has ended, or is about to.
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return self._portal.call(partial(self._async.resume, trace_id, by=by))
-
-    def get_state(self, trace_id: str) -> State:
-        """A trace's state: its events up to the last one at the time of the call, folded.
-
-        Raises:
-            UnknownTrace: no such trace was submitted, or it has expired.
-        """
-        return self._portal.call(partial(self._async.get_state, trace_id))
 
     def _add_resources(self) -> None:
         self.models: Models = Models._of(self, self._async.models)

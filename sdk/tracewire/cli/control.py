@@ -9,7 +9,7 @@ from typing import Any
 from tracewire.client import connect
 from tracewire.traces.state import State
 
-from .commands import add_command
+from .commands import UsageError, add_command
 from .format import failure_text
 from .printing import print_json, remark
 from .readings import Readings
@@ -49,6 +49,11 @@ def add_control(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
             json=f"an object: trace_id, changed (whether it was {changed})",
         )
         _add_trace(parser)
+        if name == "pause":
+            what = "the engine ends the pause by itself after so many seconds (default: it never does)"
+            parser.add_argument("--timeout", type=float, metavar="SECONDS", help=what)
+            what = "what the engine does then (default: resume)"
+            parser.add_argument("--on-timeout", choices=("resume", "cancel"), default="resume", help=what)
     cancel = add_command(
         commands,
         "cancel",
@@ -98,7 +103,11 @@ def _fitting(value: Any, declared: Any) -> Any:
 
 async def _pause(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        changed = await client.pause(options.trace)
+        try:
+            end = {"timeout": options.timeout, "on_timeout": options.on_timeout}
+            changed = await client.pause(options.trace, **end)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
     return _changed(options, changed, "paused", "was paused already")
 
 

@@ -156,8 +156,10 @@ class Feed:
                 return {"version": state.version, "values": to_json(state.values, "small", trace_id)}
             case Steer():
                 return {"version": await control.steer(session, trace_id, order.values, {}, if_version=None, by=None)}
-            case Pause() | Resume():
-                return await control.pause(session, trace_id, resume=isinstance(order, Resume))
+            case Pause():
+                return await control.pause(session, trace_id)
+            case Resume():
+                return await control.resume(session, trace_id)
             case Cancel():
                 return await control.cancel(session, trace_id)
 

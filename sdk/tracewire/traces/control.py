@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tracewire.checks import check_text, is_sendable_text, shown
+from tracewire.checks import Duration, check_seconds, check_text, is_sendable_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import InvalidChange, SteerRejected, TooManyChanges, TraceEnded, UnknownTrace, VersionConflict
 from tracewire_bus.store.trace_records import LiveState, SteerRefused, TraceMissing
@@ -15,7 +15,10 @@ from tracewire_bus.wire.ids import is_encodable
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["cancel", "check_trace_id", "live_state", "pause", "steer"]
+__all__ = ["PauseEnd", "cancel", "check_trace_id", "live_state", "pause", "pause_end", "resume", "steer"]
+
+#: The longest pause with an end of its own, in seconds: 30 days.
+_LONGEST_PAUSE_S = 30 * 24 * 3600
 
 
 def check_trace_id(trace_id: Any) -> None:
@@ -109,13 +112,49 @@ async def cancel(session: Session, trace_id: str, reason: str = "", *, by: str |
     return True
 
 
-async def pause(session: Session, trace_id: str, *, by: str | None = None, resume: bool = False) -> bool:
-    """Pause a trace, or resume it. Returns whether that changes anything."""
+class PauseEnd(NamedTuple):
+    """When a pause ends by itself, in seconds from now, and what becomes of the trace then: `resume` or `cancel`."""
+
+    seconds: float | None = None
+    then: str = ""
+
+
+_NO_END = PauseEnd()
+
+
+def pause_end(timeout: Duration | None, on_timeout: str) -> PauseEnd:
+    """The end of a pause, as the caller gives it.
+
+    Raises:
+        TypeError, ValueError: one of the arguments is none.
+    """
+    if on_timeout not in ("resume", "cancel"):
+        raise ValueError(f"on_timeout: expected 'resume' or 'cancel', got {shown(on_timeout)}")
+    if timeout is None:
+        return PauseEnd()
+    seconds = check_seconds("timeout", timeout)
+    if not 0 < seconds <= _LONGEST_PAUSE_S:
+        raise ValueError(f"timeout: expected more than 0 and at most {_LONGEST_PAUSE_S} seconds, got {seconds:g}")
+    return PauseEnd(seconds, on_timeout)
+
+
+async def pause(session: Session, trace_id: str, *, by: str | None = None, end: PauseEnd = _NO_END) -> bool:
+    """Pause a trace. Returns whether that changes anything."""
+    return await _pause(session, trace_id, by, within_s=end.seconds, then=end.then)
+
+
+async def resume(session: Session, trace_id: str, *, by: str | None = None, paused_by: str | None = None) -> bool:
+    """Resume a trace. Returns whether that changes anything."""
+    of = "" if paused_by is None else check_text("paused_by", paused_by)
+    return await _pause(session, trace_id, by, resume=True, of=of)
+
+
+async def _pause(session: Session, trace_id: str, by: str | None, **options: Any) -> bool:
     check_trace_id(trace_id)
     author = session.name if by is None else check_text("by", by)
     with bus_errors():
         try:
-            return await session.open_bus().records.pause(trace_id, by=author, resume=resume)
+            return await session.open_bus().records.pause(trace_id, by=author, **options)
         except RecordEnded:
             raise TraceEnded(trace_id) from None
         except TraceMissing:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 import msgspec
 
+from tracewire.checks import Duration
 from tracewire.error_mapping import bus_errors, refusals
 from tracewire.errors import OutputsRead, TraceClosed, TracewireError
 from tracewire_bus.bus import BusUnavailable
@@ -245,13 +246,19 @@ class Trace(EventStream[Item]):
         """Cancel the trace: see `Client.cancel`."""
         return await control.cancel(self._session, self.id, reason, by=by)
 
-    async def pause(self, *, by: str | None = None) -> bool:
+    async def pause(
+        self,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause the trace: see `Client.pause`."""
-        return await control.pause(self._session, self.id, by=by)
+        return await control.pause(self._session, self.id, by=by, end=control.pause_end(timeout, on_timeout))
 
-    async def resume(self, *, by: str | None = None) -> bool:
+    async def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
-        return await control.pause(self._session, self.id, by=by, resume=True)
+        return await control.resume(self._session, self.id, by=by, paused_by=paused_by)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

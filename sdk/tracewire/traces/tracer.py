@@ -22,10 +22,11 @@ import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
 
+from tracewire.checks import Duration
 from tracewire.errors import AlreadyEntered, BlockOnly, NotEnded
 from tracewire.options import SamplingOptions, check_names
 from tracewire.submission import checked_trace_id, make_submission, split_options
@@ -222,15 +223,21 @@ class Tracer(Trace):
         await self._submitted()
         return await super().cancel(reason, by=by)
 
-    async def pause(self, *, by: str | None = None) -> bool:
+    async def pause(
+        self,
+        *,
+        by: str | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["resume", "cancel"] = "resume",
+    ) -> bool:
         """Pause the trace: see `Client.pause`."""
         await self._submitted()
-        return await super().pause(by=by)
+        return await super().pause(by=by, timeout=timeout, on_timeout=on_timeout)
 
-    async def resume(self, *, by: str | None = None) -> bool:
+    async def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
         await self._submitted()
-        return await super().resume(by=by)
+        return await super().resume(by=by, paused_by=paused_by)
 
     async def _read_until(self, done: Callable[[], bool]) -> None:
         await self._submitted()

@@ -3,6 +3,7 @@
 --   v version of the live parameters, l:NAME a live value packed, f:NAME its declared form
 --   x the reason for which it was cancelled, xb by whom
 --   z by whom it is paused, zn how often it was paused and resumed
+--   zt when the pause ends in ms, zw the seconds that its author gave it, zo what the engine does then
 --   lw how many changes may wait, lr how many may come a second; ls the second of the last one, ln how many came in it
 --   r for how many seconds it is kept after its end
 --   k the id of the key that has signed the submission

@@ -49,6 +49,35 @@ async def test_a_pause_that_somebody_has_ended_since_is_not_made_again(bus: Bus,
     assert await bus.command("HGET", bus.keys.record(trace), "z") is None
 
 
+async def test_a_pause_with_an_end_is_moved_by_its_author_and_replaced_by_one_without(bus: Bus, trace: str) -> None:
+    at = bus.records
+    assert await at.pause(trace, by="guard", within_s=30, then="cancel")
+    assert await at.pause(trace, by="guard", within_s=60.5, then="resume")
+    assert not await at.pause(trace, by="another", within_s=5, then="resume")
+    opened = await at.open(trace, "e")
+    assert opened.pause_left_s is not None
+    assert 50 < opened.pause_left_s <= 60.5
+    assert (opened.paused, opened.pauses, opened.pause_within_s, opened.pause_then) == ("guard", 2, 60.5, "resume")
+    assert await at.pause(trace, by="person")
+    assert not await at.pause(trace, by="guard", within_s=5, then="cancel")
+    opened = await at.open(trace, "e")
+    assert (opened.paused, opened.pause_left_s, opened.pause_within_s, opened.pause_then) == ("person", None, None, "")
+
+
+async def test_a_pause_of_another_author_is_left_alone_where_the_caller_says_so(bus: Bus, trace: str) -> None:
+    assert await bus.records.pause(trace, by="person")
+    assert not await bus.records.pause(trace, by="guard", resume=True, of="guard")
+    assert await bus.records.pause(trace, by="guard", resume=True, of="person")
+
+
+async def test_an_engine_ends_the_pause_that_it_means(bus: Bus, trace: str) -> None:
+    assert await bus.records.pause(trace, by="guard", within_s=30, then="resume")
+    assert await bus.records.pause(trace, by="guard", within_s=60, then="resume")
+    ended = [await bus.command(*records.unpause_command(bus.keys, trace, number)) for number in (1, 2, 3)]
+    assert ended == [0, 3, 0]
+    assert await bus.records.pause(trace, by="person")
+
+
 async def test_who_has_cancelled_a_trace_is_told_so(bus: Bus, tmp_path: Path, trace: str) -> None:
     async with losing(bus, tmp_path, records._CANCEL) as (far, _):
         await far.cancel(trace, by="me")

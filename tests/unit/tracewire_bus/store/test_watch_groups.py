@@ -21,6 +21,7 @@ from tests.support.stepping import PATIENCE, free
 from tests.support.suspects import _submission
 from tests.support.until import until
 from tracewire_bus.bus import Bus
+from tracewire_bus.store import watch_groups
 from tracewire_bus.store.lifecycle import Lifecycle, Watch
 from tracewire_bus.store.watch_groups import GroupRemoved, GroupWatch
 from tracewire_bus.transport.errors import BusError
@@ -215,3 +216,93 @@ async def _is_among(name: bytes, readers: Any) -> bool:
 
 async def _are(readers: Any, names: set[bytes]) -> bool:
     return bool(await readers() == names)
+
+
+async def test_a_kept_entry_stays_while_its_reader_reads_on(bus: Bus) -> None:
+    """It comes to no other reader, nor a second time to its own, until it is acknowledged."""
+    for number in range(6):
+        await bus.submit(submission(f"t{number}"))
+    async with (
+        bus.watch_group("g", "a", since="start", idle_s=0.4) as first,
+        bus.watch_group("g", "b", idle_s=0.4) as second,
+    ):
+        kept = {}
+        for event in await some_kept(first, 6, kept):
+            assert first.is_kept(kept[event.trace_id])
+        with pytest.raises(ValueError, match="keep: expected to be called once"):
+            first.keep()
+        others: list[str] = []
+
+        async def read(member: GroupWatch) -> None:
+            while True:
+                others.append((await anext(member)).trace_id)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read, first)
+            group.start_soon(read, second)
+            # The time after which the second takes over what nobody renews, several times over.
+            seen: set[float] = set()
+            await until(lambda: seen.add(first._renewed_at) or len(seen) > 8)
+            await bus.submit(submission("new"))
+            await until(lambda: others)
+            group.cancel_scope.cancel()
+        assert others == ["new"]
+        for place in kept.values():
+            await first.acknowledge(place)
+            assert not first.is_kept(place)
+        pending = [await bus.command("XPENDING", name, "g") for name in first._names]
+        assert not any(found[0] for found in pending)
+
+
+async def some_kept(watch: GroupWatch, count: int, kept: dict[str, Any]) -> list[Lifecycle]:
+    """The next so many events, each of which is kept."""
+    events = []
+    for _ in range(count):
+        (event,) = await some(watch, 1)
+        kept[event.trace_id] = watch.keep()
+        events.append(event)
+    return events
+
+
+async def test_what_a_dead_reader_kept_goes_to_another(bus: Bus) -> None:
+    for number in range(4):
+        await bus.submit(submission(f"t{number}"))
+    kept: dict[str, Any] = {}
+    first = bus.watch_group("g", "a", since="start", idle_s=0.3)
+    await some_kept(first, 4, kept)
+    # As if it had been killed.
+    await first._link.drop()
+    async with bus.watch_group("g", "b", idle_s=0.3) as second:
+        assert sorted(event.trace_id for event in await some(second, 4)) == sorted(kept)
+    # It hangs no longer: it knows that others have its entries.
+    await first._renew(anyio.current_time() + 1)
+    assert not any(map(first.is_kept, kept.values()))
+
+
+async def test_a_reader_that_closes_leaves_what_it_kept(bus: Bus) -> None:
+    await bus.submit(submission("t"))
+    async with bus.watch_group("g", "a", since="start", idle_s=100) as first:
+        await some_kept(first, 1, {})
+    async with bus.watch_group("g", "b", idle_s=100) as second:
+        assert [event.trace_id for event in await some(second, 1)] == ["t"]
+
+
+async def test_more_kept_entries_than_a_page_hide_no_other(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_groups, "PAGE", 2)
+    # All on one stream.
+    tag = bus.keys.tag("t0")
+    names = [name for name in (f"t{number}" for number in range(2000)) if bus.keys.tag(name) == tag][:9]
+    for name in names[:8]:
+        await bus.submit(submission(name))
+    first = bus.watch_group("g", "a", since="start", idle_s=1000)
+    kept: dict[str, Any] = {}
+    await some_kept(first, 7, kept)
+    (last,) = await some(first, 1)
+    # The connection breaks: it reads again what is its own.
+    await first._link.drop()
+    first._buffer.clear()
+    first._reread, first._current = True, None
+    assert [event.trace_id for event in await some(first, 1)] == [last.trace_id]
+    await bus.submit(submission(names[8]))
+    assert [event.trace_id for event in await some(first, 1)] == [names[8]]
+    await first.aclose()

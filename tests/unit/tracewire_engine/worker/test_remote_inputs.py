@@ -116,7 +116,7 @@ async def test_workers_that_hang_keep_no_adapter_from_leaving(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither with a file on its way, nor with one to be forgotten."""
-    monkeypatch.setattr("tracewire_engine.adapter.large_inputs.DROP_S", 0.05)
+    monkeypatch.setattr("tracewire_engine.adapter.shared_file.DROP_S", 0.05)
     ref = await bus.blobs.store("a", np.zeros(100_000), "w")
     carrying = anyio.Event()
 

@@ -1,0 +1,57 @@
+"""Each notebook of the cookbook runs on the session's real engine, and its checks hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.support.cookbook import COOKBOOK, CUT, checks, executed, notebooks, output_bytes, saved
+from tests.support.engine_process import EngineProcess
+
+#: Most bytes of a notebook's outputs: a few numbers, texts, and one or two small figures.
+MOST_BYTES = 80_000
+
+
+@pytest.fixture(params=notebooks(), ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    """A notebook of the cookbook."""
+    return request.param
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Its cells of code."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+async def test_every_cell_runs_and_every_check_holds(path: Path, engine: EngineProcess, engine_bus: str) -> None:
+    # A cell whose assertion fails raises.
+    made = await executed(path, {"TRACEWIRE_URL": engine_bus, "TRACEWIRE_MODEL": "demo"})
+    counts = [cell.execution_count for cell in code_cells(made)]
+    assert counts == list(range(1, len(counts) + 1))
+    assert output_bytes(made) < MOST_BYTES
+
+
+def test_it_states_checks_and_lets_no_cell_fail(path: Path) -> None:
+    notebook = saved(path)
+    assert checks(notebook) >= 2
+    assert not any(CUT in cell.metadata.get("tags", []) for cell in notebook.cells)
+    assert notebook.cells[0].cell_type == "markdown"
+    first = code_cells(notebook)[0].source
+    # A reader's own Redis and model take their place.
+    assert 'os.environ.get("TRACEWIRE_URL", ' in first
+    assert 'os.environ.get("TRACEWIRE_MODEL", ' in first
+
+
+def test_it_is_saved_with_small_outputs_of_a_run_without_errors(path: Path) -> None:
+    cells = code_cells(saved(path))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert output_bytes(saved(path)) < MOST_BYTES
+
+
+def test_the_readme_lists_it(path: Path) -> None:
+    assert f"({path.name})" in (COOKBOOK / "README.md").read_text()

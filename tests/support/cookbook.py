@@ -1,0 +1,78 @@
+"""Runs the notebooks of the cookbook, and saves what they put out.
+
+    TRACEWIRE_URL=URL python -m tests.support.cookbook [NAME.ipynb ...]
+
+runs them, or all, on the engine of that Redis. A notebook whose cells all ran is written with its outputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio
+import nbclient
+import nbformat
+
+from tests.support import ROOT
+from tests.support.jupyter import kernel_environment
+
+__all__ = ["COOKBOOK", "CUT", "checks", "executed", "notebooks", "output_bytes", "saved"]
+
+COOKBOOK = ROOT / "examples" / "cookbook"
+#: The tag of a cell that may raise: nbclient passes over its error.
+CUT = "raises-exception"
+#: How long one cell may run, in seconds.
+PATIENCE = 300
+
+
+def notebooks() -> list[Path]:
+    """The cookbook's notebooks, by name."""
+    return sorted(COOKBOOK.glob("*.ipynb"))
+
+
+def saved(path: Path) -> nbformat.NotebookNode:
+    """A notebook as its file has it."""
+    return nbformat.read(path, as_version=4)
+
+
+def checks(notebook: nbformat.NotebookNode) -> int:
+    """How many assertions its cells make."""
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    trees = [compile(cell.source, "cell", "exec", flags) for cell in notebook.cells if cell.cell_type == "code"]
+    return sum(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree))
+
+
+def output_bytes(notebook: nbformat.NotebookNode) -> int:
+    """The size of all its outputs in its file."""
+    return sum(len(json.dumps(cell.get("outputs", []))) for cell in notebook.cells)
+
+
+async def executed(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode:
+    """The notebook after a run of all its cells in a kernel of its own.
+
+    Raises:
+        CellExecutionError: a cell raised.
+    """
+    made = saved(path)
+    folder = {"metadata": {"path": str(path.parent)}}
+    run = nbclient.NotebookClient(made, timeout=PATIENCE, resources=folder, record_timing=False)
+    await run.async_execute(env={**kernel_environment(), **environment})
+    nbformat.validate(made)
+    return made
+
+
+async def _save(paths: list[Path]) -> None:
+    for path in paths:
+        made = await executed(path, {})
+        # Which kernel ran it is nobody's business.
+        made.metadata.pop("language_info", None)
+        nbformat.write(made, path)
+        print(f"{path.name}: {checks(made)} checks held, {output_bytes(made)} bytes of outputs")
+
+
+if __name__ == "__main__":
+    anyio.run(_save, [COOKBOOK / name for name in sys.argv[1:]] or notebooks())

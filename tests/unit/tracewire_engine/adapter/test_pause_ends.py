@@ -1,0 +1,126 @@
+"""A pause with an end: the engine resumes or cancels the trace, whether or not the pause's author lives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.redis.proxy import proxy
+from tests.support.until import until
+from tracewire import Client, Paused, Resumed
+from tracewire_bus.bus import BusError
+from tracewire_engine.adapter.pause_ends import PauseEnds
+from tracewire_engine.adapter.service import Adapter
+from tracewire_engine.adapter.trace_run import TraceRun
+
+PATIENCE = 15
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def _run(adapter: Adapter, trace: str) -> TraceRun:
+    run = adapter._claims.runs[trace]
+    assert isinstance(run, TraceRun)
+    return run
+
+
+@asynccontextmanager
+async def _paused(trace: Any, **end: Any) -> AsyncIterator[None]:
+    await trace.accepted()
+    assert await trace.pause(by="guard", **end)
+    assert isinstance(await anext(trace), Paused)
+    yield
+
+
+async def test_the_trace_goes_on_when_its_pause_ends(client: Client, embedded: str, prefix: str) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine), client.trace("tiny", "hello", detach=True) as trace:
+            async with _paused(trace, timeout=0.05):
+                resumed = await anext(trace)
+            assert isinstance(resumed, Resumed)
+            assert resumed.by == "timeout of guard"
+            # The record knows it, too: the trace can be paused again.
+            assert await trace.pause(by="guard")
+            assert await trace.resume()
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+
+
+async def test_the_trace_is_cancelled_when_its_pause_ends(client: Client, embedded: str, prefix: str) -> None:
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, PlayedEngine()),
+            client.trace("tiny", "hello", detach=True) as trace,
+            _paused(trace, timeout=0.05, on_timeout="cancel"),
+        ):
+            with pytest.raises(tracewire.TraceCancelled, match="timeout of guard: its pause was not ended in time"):
+                await trace.result()
+
+
+async def test_an_end_that_was_moved_or_dropped_does_nothing(client: Client, embedded: str, prefix: str) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine) as adapter, client.trace("tiny", "x", detach=True) as trace:
+            async with _paused(trace, timeout=300, on_timeout="cancel"):
+                run = _run(adapter, trace.id)
+                assert run.pause.due is not None
+                due = run.pause.due
+                assert await trace.pause(by="guard", timeout=600)
+                await until(lambda: run.pause.due != due)
+                ends = PauseEnds(adapter._bus, adapter._claims, adapter._control)
+                await ends.check(due + 1)
+                assert run.pause.paused
+                # A person's pause has no end.
+                assert await trace.pause(by="person")
+                await until(lambda: run.pause.due is None)
+                await ends.check(due + 1000)
+                assert run.pause.paused
+                assert not await trace.resume(paused_by="guard")
+                assert await trace.resume(paused_by="person")
+                assert isinstance(await anext(trace), Resumed)
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+
+
+async def test_the_next_engine_knows_the_end(client: Client, embedded: str, prefix: str) -> None:
+    """The pause came while the trace was queued, and its end passed before an engine ran the trace."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello", detach=True) as trace:
+            assert await trace.pause(by="guard", timeout=0.01)
+            async with adapted(embedded, prefix, engine):
+                assert isinstance(await anext(trace), Paused)
+                assert isinstance(await anext(trace), Resumed)
+                engine.finish(next(iter(engine.requests)))
+                await trace.result()
+
+
+async def test_an_end_waits_for_redis(client: Client, embedded: str, prefix: str, tmp_path: Path) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            adapted(way.url, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            async with _paused(trace, timeout=300):
+                way.away = True
+                await way.cut()
+                run = _run(adapter, trace.id)
+                run.pause.due = anyio.current_time()
+                ends = PauseEnds(adapter._bus, adapter._claims, adapter._control)
+                with pytest.raises(BusError):
+                    await ends.check(anyio.current_time())
+                assert run.pause.due is not None
+                way.away = False
+                assert isinstance(await anext(trace), Resumed)
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
