@@ -83,13 +83,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     one after the other: two engines would starve each other. A file's other tests share a worker, with their fixtures.
     """
     for item in items:
-        starts = "starts_engine" in getattr(item, "fixturenames", ())
-        if starts:
+        if "starts_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
-        forks = hasattr(getattr(item, "module", None), "adapter_command")
-        group = "engine" if starts else "command" if forks else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: _E2E in item.path.parents)
+
+
+def _group(item: pytest.Item) -> str:
+    """What runs in the same worker as `item`."""
+    fixtures = getattr(item, "fixturenames", ())
+    if "starts_engine" in fixtures:
+        return "engine"
+    if "site" in fixtures:
+        return "site"
+    if hasattr(getattr(item, "module", None), "adapter_command"):
+        return "command"
+    return str(item.path)
 
 
 def pytest_collection_finish() -> None:

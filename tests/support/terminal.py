@@ -35,7 +35,8 @@ class Terminal:
             ["-m", "tracewire.cli", *arguments],
             dimensions=(LINES, COLUMNS),
             env={
-                **os.environ,
+                # pytest sets these where it runs several workers.
+                **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "TERM": "xterm-256color",
                 "PYTHONUNBUFFERED": "1",

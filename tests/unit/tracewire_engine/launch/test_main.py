@@ -17,7 +17,7 @@ def test_a_process_of_the_adapter_loads_its_program_without_running_it(monkeypat
     assert spec.origin is not None
     loaded = runpy.run_path(spec.origin, run_name="__mp_main__")
     assert "main" not in loaded
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", spec.origin)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", spec.origin, raising=False)
 
     async def length() -> int:
         return await to_process.run_sync(len, "four")
