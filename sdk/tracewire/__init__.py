@@ -79,6 +79,7 @@ from tracewire_bus.wire.messages import (
     Live,
     LogitLens,
     MessageDelta,
+    Patch,
     Probe,
     Status,
     Steer,
@@ -165,7 +166,8 @@ from .errors import (
     VersionConflict,
     WrongEventLoop,
 )
-from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
+from .options import HarvestOptions, SamplingOptions, SweepOptions, TraceOptions, WithOptions
+from .patch_sweep import PatchSweep
 from .progress import HarvestProgress
 from .public import publish
 from .submission import Prompt, PromptInput
@@ -260,6 +262,8 @@ __all__ = [
     "Output",
     "OutputsRead",
     "Overloaded",
+    "Patch",
+    "PatchSweep",
     "Paused",
     "PermissionDeniedError",
     "PrivateRedisError",
@@ -289,6 +293,7 @@ __all__ = [
     "StoreRefused",
     "StoreUnavailable",
     "Subscription",
+    "SweepOptions",
     "TextChanged",
     "TokenizerUnavailable",
     "TooManyChanges",

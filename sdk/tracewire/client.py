@@ -36,6 +36,7 @@ from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .client_keys import proofs_of
 from .error_mapping import bus_errors
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition, UnknownTrace
+from .experiments import Experiments
 from .options import HarvestOptions, TraceOptions
 from .progress import HarvestProgress
 from .submission import PromptInput, make_submission, split_options
@@ -118,7 +119,7 @@ def _address(url: str | None) -> str:
     return address
 
 
-class Client:
+class Client(Experiments):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         async with tracewire.Client(url) as client: ...

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    SupportsIndex,
+    TypeAlias,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
 from tracewire_bus.wire.arrays import array_of, array_payload, encoded_array, raw_bytes
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
-from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Patch, Probe, Reading, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
+from . import patch_checks
 from .tree import ModuleTree
+from .value_checks import DeclarationError, check_array, check_content, check_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +47,7 @@ __all__ = [
     "check_content",
     "check_encoded",
     "decode_interventions",
+    "encode_arrays",
     "find_sites",
     "live_name",
     "normalize",
@@ -54,7 +68,10 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
 #: Fields with a vector. These and the numbers can be live parameters.
-_VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction"}
+_VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction", Patch: "values"}
+#: Fields with a list of integers, which are no arrays; and what a field of another type than these takes.
+_LISTS: Final = frozenset({"positions"})
+_EXPECTED: Final = {"positions": "an index, a list of indices, a slice 'a:b' or a name of Positions"}
 #: Likewise with arrays that no live parameter stands for.
 _PROBE_ARRAYS: Final = ("weight", "bias")
 #: Fields that take a number or a `Live`.
@@ -63,20 +80,6 @@ _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
 }
 
 _Value: TypeAlias = Literal["residual", "output", "input"]
-
-
-class DeclarationError(ValueError):
-    """A declared intervention is invalid, or does not fit the model.
-
-    Attributes:
-        field: the part at fault, such as `interventions[0].at`.
-        message: the reason.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -173,13 +176,21 @@ def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
 # --- types and values -------------------------------------------------------------------------------------------------
 
 
-def normalize(interventions: Sequence[Any]) -> list[Declared]:
+def normalize(interventions: Sequence[Any], *, keep_saved: bool = False) -> list[Declared]:
     """Convert a caller's interventions for `Submission.interventions`: NumPy numbers become floats, arrays are encoded.
+
+    With `keep_saved`, a reference to an array that a trace saved stays as it is, for `encode_arrays`.
 
     Raises:
         DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
-    return [_normalize_one(one, f"interventions[{index}]") for index, one in enumerate(interventions)]
+    return [_normalize_one(one, f"interventions[{index}]", keep_saved) for index, one in enumerate(interventions)]
+
+
+def encode_arrays(one: Declared, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Declared:
+    """A copy of a normalized intervention with these arrays in the fields that they are named for."""
+    encoded: dict[str, Any] = {name: _encoded(array_of(array)) for name, array in arrays.items()}
+    return msgspec.structs.replace(one, **encoded)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -191,17 +202,19 @@ def decode_interventions(interventions: Sequence[Declared]) -> list[Declared]:
     return cast(list[Declared], _decode(_encoder.encode(interventions)))
 
 
-def _normalize_one(one: Any, field: str) -> Declared:
+def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
     if not isinstance(one, _KINDS):
         *names, last = (kind.__name__ for kind in _KINDS)
         raise DeclarationError(field, f"expected a {', '.join(names)} or {last}, got {type(one).__qualname__}")
     changed: dict[str, Any] = {}
     for name in one.__struct_fields__:
         value = getattr(one, name)
-        if isinstance(value, Live):
+        if name in _LISTS:
+            changed[name] = _integers(value)
+        elif isinstance(value, Live):
             changed[name] = {"live": value.live} if name == _VECTORS.get(type(one)) else value
         elif isinstance(value, ArrayRef):
-            changed[name] = encode_ref(value)
+            changed[name] = value if keep_saved and not is_vector(value) else encode_ref(value)
         elif is_array(value) or isinstance(value, (list, tuple)):
             try:
                 array = _vector(value, f"{field}.{name}")
@@ -220,9 +233,21 @@ def _normalize_one(one: Any, field: str) -> Declared:
         if named is None:
             raise DeclarationError(field, str(error)) from None
         name = named[1]
-        expected = _expected(get_type_hints(type(one))[name])
+        hint = get_type_hints(type(one))[name]
+        expected = _EXPECTED.get(name, _expected(hint)) if get_origin(hint) is not Literal else _expected(hint)
         raise DeclarationError(f"{field}.{name}", f"expected {expected}, got {getattr(one, name)!r}"[:200]) from None
     return plain
+
+
+def _integers(value: Any) -> Any:
+    """Integers of NumPy and of ranges as plain ones, and lists of them; other values as they are."""
+    if type(value) is bool or isinstance(value, str):
+        return value
+    if isinstance(value, SupportsIndex) and not getattr(value, "shape", ()):
+        return int(value)
+    if isinstance(value, (list, tuple, range)) or is_array(value):
+        return [_integers(item) for item in value]
+    return value
 
 
 def _encoded(array: np.ndarray[Any, Any]) -> Any:
@@ -295,7 +320,7 @@ def check(
             _check_stop(one, probes, field)
             places.append(([], False))
             continue
-        if isinstance(one, (Probe, LogitLens)):
+        if isinstance(one, Reading):
             if not _NAME.fullmatch(one.name):
                 raise DeclarationError(f"{field}.name", f"expected a name as in Python, got {one.name!r}")
             if one.name in names:
@@ -434,7 +459,7 @@ def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: 
     if one.steps < 1:
         raise DeclarationError(f"{field}.steps", f"expected 1 or more, got {one.steps}")
     for name in _NUMBERS[StopWhen]:
-        _check_number(getattr(one, name), f"{field}.{name}")
+        check_number(getattr(one, name), f"{field}.{name}")
 
 
 def _check_values(
@@ -446,21 +471,23 @@ def _check_values(
 ) -> None:
     width = hidden_size if any(site.value == "residual" for site in sites) else None
     for name in _NUMBERS[type(one)]:
-        _check_number(getattr(one, name), f"{field}.{name}")
+        check_number(getattr(one, name), f"{field}.{name}")
     if isinstance(one, Clamp) and one.min is None and one.max is None:
         raise DeclarationError(f"{field}.min", "expected a bound: min, max or both")
     if isinstance(one, Probe):
         if one.weight is not None:
             if one.reduce == "norm":
                 raise DeclarationError(f"{field}.reduce", "a norm is taken of the value itself: leave the weight out")
-            shape = _check_array(one.weight, f"{field}.weight", (1, 2), width)
+            shape = check_array(one.weight, f"{field}.weight", (1, 2), width)
             if one.bias is not None:
                 _check_bias(one.bias, f"{field}.bias", shape)
         elif one.bias is not None or one.activation != "none":
             part = "bias" if one.bias is not None else "activation"
             raise DeclarationError(f"{field}.{part}", f"a {part} needs a weight")
     name = _VECTORS.get(type(one), "")
-    if name:
+    if isinstance(one, Patch):
+        patch_checks.check_patch(one, live, width, field)
+    elif name:
         given = getattr(one, name)
         found = live_name(given)
         value = live.get(found) if found is not None else given
@@ -468,56 +495,15 @@ def _check_values(
             return
         if found is not None and not is_array(value):
             return  # `check` reports the type of a live parameter itself
-        _check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate) else (1,), width)
-
-
-def _check_number(value: Any, field: str) -> None:
-    if isinstance(value, float) and value != value:
-        raise DeclarationError(field, "expected a number, got NaN")
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        raise DeclarationError(field, "expected a finite number, got an infinity")
-
-
-def _check_array(value: Any, field: str, dimensions: tuple[int, ...], width: int | None) -> tuple[int, ...]:
-    if isinstance(value, ArrayRef):
-        if not is_vector(value):
-            raise DeclarationError(field, f"expected an array, got {value!r}, which belongs to a trace; load it first")
-    elif not is_array(value):
-        raise DeclarationError(field, f"expected an array, got {type(value).__qualname__}")
-    shape = tuple(value.shape)
-    wanted = " or ".join({1: "[hidden]", 2: "[n, hidden]"}[count] for count in dimensions)
-    if len(shape) not in dimensions or 0 in shape:
-        raise DeclarationError(field, f"expected an array of shape {wanted}, got {list(shape)}")
-    if width is not None and shape[-1] != width:
-        raise DeclarationError(field, f"the model's hidden size is {width}, got an array of shape {list(shape)}")
-    if not isinstance(value, ArrayRef):
-        check_content(value, field)
-    return shape
-
-
-def check_content(value: Any, field: str) -> None:
-    """Check the elements of an array. `check` does so too, but for an array that it has only a reference to.
-
-    Raises:
-        DeclarationError: the array has something else than finite numbers.
-    """
-    import numpy as np
-
-    array = np.asarray(array_of(value))
-    try:
-        finite = bool(np.isfinite(array.astype(np.float32)).all())
-    except (TypeError, ValueError):
-        raise DeclarationError(field, f"expected an array of numbers, got dtype {array.dtype}") from None
-    if not finite:
-        raise DeclarationError(field, "expected finite numbers, got NaN or an infinity in it")
+        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate) else (1,), width)
 
 
 def _check_bias(value: Any, field: str, shape: tuple[int, ...]) -> None:
     if is_array(value) or isinstance(value, ArrayRef):
         if len(shape) != 2 or tuple(value.shape) != shape[:1]:
             raise DeclarationError(field, f"expected one number for each output, got shape {list(value.shape)}")
-        _check_array(value, field, (1,), None)
+        check_array(value, field, (1,), None)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DeclarationError(field, f"expected a number or an array, got {type(value).__qualname__}")
     else:
-        _check_number(float(value), field)
+        check_number(float(value), field)

@@ -20,7 +20,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from .declared_base import DeclaredIntervention, Live, Message, Positions
 from .ids import FINAL_ID
+from .patch_kinds import Patch
 from .pieces import Pieces
 
 __all__ = [
@@ -65,12 +67,14 @@ __all__ = [
     "ModuleInfo",
     "Notice",
     "OutputBase",
+    "Patch",
     "PathKey",
     "Paused",
     "Positions",
     "Probe",
     "RawOutput",
     "RawShared",
+    "Reading",
     "Restarted",
     "Resumed",
     "SaveDelta",
@@ -89,9 +93,9 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 3)
+SCHEMA: tuple[int, int] = (2, 4)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 6)
+REQUEST_SCHEMA: tuple[int, int] = (1, 7)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -104,10 +108,6 @@ Status: TypeAlias = Literal["finished", "stopped", "cancelled", "expired", "reje
 
 `rejected`: no engine ran the trace. `failed`: its block raised, or its engine could not continue.
 """
-
-
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Base of all structs on the wire."""
 
 
 # --- submission -------------------------------------------------------------------------------------------------------
@@ -155,55 +155,6 @@ class Block(Message):
 
 
 # --- declared interventions -------------------------------------------------------------------------------------------
-
-
-class Live(Message):
-    """The current value of one of the trace's live parameters: `Live("alpha")` in place of a number or an array."""
-
-    live: str
-
-
-Positions: TypeAlias = Literal["last", "all", "prompt", "generated"]
-"""Which positions of a sequence: `prompt` those of the prompt, `generated` those of sampled tokens, `all` both.
-
-For an intervention that reads, `last` is the one position of each step from which the model samples the next token. For
-an intervention that edits, `last` is the prompt's last position and every generated position.
-"""
-
-
-class DeclaredIntervention(Message, tag_field="do"):
-    """Base of the declared interventions.
-
-    A declared intervention states a common operation without code. An engine applies it to all requests of a step at
-    once, and can accept it from clients whose code the engine would not run. An engine applies a trace's declared
-    interventions in the order given, and at each location before the block.
-
-    `at` is the location:
-
-    - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` index
-      as in Python; `*` is every layer.
-    - `model.layers.3.mlp`: a module's output, or the first tensor of it if the module returns several. The suffix
-      `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path.
-
-    In a submission, the fields that hold an array may hold a reference to a vector instead (`store/vectors.py`).
-    """
-
-    def __repr__(self) -> str:
-        shown = ((field, getattr(self, field.name)) for field in msgspec.structs.fields(self))
-        parts = [f"{field.name}={_brief(value)}" for field, value in shown if value is not field.default]
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-
-def _brief(value: Any) -> str:
-    """The repr of a field's value; for an array or a long list its type and size, without the elements."""
-    shape = getattr(value, "shape", None)
-    if shape:
-        return f"<{str(value.dtype).removeprefix('torch.')} {list(shape)}>"
-    if isinstance(value, msgspec.msgpack.Ext):
-        return f"<array of {memoryview(value.data).nbytes} bytes>"
-    if isinstance(value, list | tuple) and len(value) > 8:
-        return f"<{type(value).__name__} of {len(value)}>"
-    return repr(value)
 
 
 class Probe(DeclaredIntervention, tag="probe"):
@@ -289,7 +240,10 @@ class StopWhen(DeclaredIntervention, tag="stop_when"):
     steps: int = 1
 
 
-Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
+Reading: TypeAlias = Probe | LogitLens
+"""The kinds that save what they read, in a list with their `name`."""
+
+Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen | Patch
 
 
 # --- submission, continued --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Reading, Steer
 
 from .ops import Declaration, Op
 
@@ -23,7 +23,9 @@ __all__ = [
     "ReadGroup",
     "Results",
     "Rows",
+    "column",
     "raw",
+    "spread",
     "tensors_of",
 ]
 
@@ -56,18 +58,26 @@ class Rows:
 
 
 class Member:
-    """An intervention with its rows in this composition of the batch: the first of them, and how many."""
+    """An intervention with its rows in this composition of the batch: the first of them, and how many.
 
-    __slots__ = ("declaration", "op", "span")
+    `at` is the place of the first of them among all rows of the intervention, which an intervention with a vector for
+    each row needs.
+    """
 
-    def __init__(self, declaration: Declaration, op: Op, span: tuple[int, int]) -> None:
+    __slots__ = ("at", "declaration", "op", "span")
+
+    def __init__(self, declaration: Declaration, op: Op, span: tuple[int, int], at: int = 0) -> None:
         self.declaration = declaration
         self.op = op
         self.span = span
+        self.at = at
 
 
 class Group:
     """Members that run together at one location. Their vectors are stacked, one a row where they differ."""
+
+    #: Whether it changes the values.
+    edits = False
 
     def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
         self.members = members
@@ -78,13 +88,13 @@ class Group:
         self.matrix = _stacked([member.op.matrix for member in members], counts)
         self.bias = _stacked([member.op.bias for member in members], counts)
         self.numbers = [
-            _spread([member.op.numbers[index] for member in members], counts, device)
+            spread([member.op.numbers[index] for member in members], counts, device)
             for index in range(len(members[0].op.numbers))
         ]
         if isinstance(self.one, Steer) and self.matrix is not None:
             # [hidden], or [rows, hidden]: scaled once for as long as the batch stays the same.
             vector = self.matrix[..., 0, :]
-            self.addend = vector * _column(self.numbers[0])
+            self.addend = vector * column(self.numbers[0])
 
     def run(self, location: LocationValues) -> None:
         """Read or edit the step's values. Raises before anything is written."""
@@ -100,7 +110,7 @@ def _stacked(tensors: Sequence[torch.Tensor | None], counts: Sequence[int]) -> t
     return torch.stack(repeated)
 
 
-def _spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
+def spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
     """The members' numbers: one for all if they share it, else `[rows]`."""
     if all(number == numbers[0] for number in numbers):
         return numbers[0]
@@ -136,7 +146,7 @@ class Collector:
         self,
         members: list[Member],
         rows: Rows,
-        one: Probe | LogitLens,
+        one: Reading,
         sites: int,
         pattern: bool,
         order: int,
@@ -295,9 +305,11 @@ class ReadGroup(Group):
 class EditGroup(Group):
     """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
 
+    edits = True
+
     def run(self, location: LocationValues) -> None:
         if isinstance(self.one, Ablate) and self.matrix is None:
-            factor = _column(self.numbers[0])
+            factor = column(self.numbers[0])
             for half in location.halves(self.residual):
                 self.rows.put(half, lambda values: values.float() * factor)
         else:
@@ -318,16 +330,16 @@ class EditGroup(Group):
         assert matrix is not None
         amounts = _project(location.values(self.rows, self.residual).float(), matrix)
         if isinstance(one, Clamp):
-            low, high = map(_column, self.numbers)
+            low, high = map(column, self.numbers)
             change = torch.minimum(torch.maximum(amounts, _like(low, amounts)), _like(high, amounts)) - amounts
         elif isinstance(one, Ablate):
-            change = amounts * (_column(self.numbers[0]) - 1.0)
+            change = amounts * (column(self.numbers[0]) - 1.0)
         else:
             raise TypeError(f"a {type(one).__name__} does not edit")
         return _along(change, matrix)
 
 
-def _column(number: float | torch.Tensor) -> float | torch.Tensor:
+def column(number: float | torch.Tensor) -> float | torch.Tensor:
     """A number of each row, to go with the row's features."""
     return number if isinstance(number, float) else number.unsqueeze(-1)
 

@@ -13,7 +13,7 @@ import torch
 from tracewire_bus.domain.intervention_checks import live_name, substitute_live
 from tracewire_bus.wire.arrays import array_from_raw
 from tracewire_bus.wire.codec import digest_bytes
-from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Patch, Probe, Reading, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import InputFolder, vector_path
@@ -153,14 +153,24 @@ class Op:
             if one.direction is not None:
                 self.matrix = vectors.get("basis", one.direction, _basis)
                 key = (self.matrix.shape,)
+        elif isinstance(one, Patch):
+            self.matrix = vectors.get("rows", one.values, np.atleast_2d)
+            self.numbers = (float(one.strength),)  # type: ignore[arg-type]
+            key = (self.matrix.shape[-1],)
         elif not isinstance(one, StopWhen):  # the adapter checks these
             assert_never(one)
-        self.key = (type(one).__name__, getattr(one, "positions", ""), self.pattern, *key)
+        positions = "" if self.rowwise else getattr(one, "positions", "")
+        self.key = (type(one).__name__, positions, self.pattern, *key)
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether members that have several rows each, with vectors of their own, can share a group."""
+        return isinstance(self.one, Patch)
 
     @property
     def reads(self) -> bool:
         """Whether the intervention saves a value."""
-        return isinstance(self.one, (Probe, LogitLens))
+        return isinstance(self.one, Reading)
 
 
 class Declaration:

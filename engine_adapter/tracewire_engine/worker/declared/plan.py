@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tracewire_bus.wire.messages import Failure, LogitLens, Probe
+from tracewire_bus.wire.messages import Failure, LogitLens, Probe, Reading
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
@@ -27,7 +27,6 @@ from .graph_proof import GraphProof, tensors_in
 from .groups import (
     Arrangement,
     Collector,
-    EditGroup,
     Group,
     LocationValues,
     Member,
@@ -37,8 +36,10 @@ from .groups import (
     raw,
     tensors_of,
 )
+from .kinds import group_kind
 from .ops import Declaration, DecodedCache, Op
 from .recorded_plans import KernelRecorder, RecordedKernels
+from .spans import Chunk, spans_of
 from .tap_buffers import StepTable, TapBuffers
 
 __all__ = ["DeclaredRequests", "LocationHook"]
@@ -66,7 +67,7 @@ class LocationHook:
     @property
     def edits(self) -> bool:
         """Whether any group changes the value."""
-        return any(isinstance(group, EditGroup) for group in self.groups)
+        return any(group.edits for group in self.groups)
 
     def replay(self, value: Any) -> None:
         """Like `run`, for a value at the same address in all of the plan's steps, as in CUDA graphs.
@@ -370,13 +371,12 @@ class DeclaredRequests:
                 plan.declarations.append((declaration, first + count, first + count - prompt))
                 plan.reads |= declaration.reads
                 for order, op in enumerate(declaration.ops):
-                    span = _span(op, declaration.seen, start, first, count, prompt)
-                    if span[1]:
+                    for member in self._members(declaration, op, Chunk(start, first, count, prompt)):
                         key: tuple[Any, ...] = (order, tuple(op.sites), op.key)
-                        if span[1] > 1:
+                        if member.span[1] > 1 and not op.rowwise:
                             # Vectors are not spread over a prompt's rows: each vector has a group of its own.
                             key += (id(op.matrix), id(op.bias), op.numbers)
-                        gathered.setdefault(key, []).append(Member(declaration, op, span))
+                        gathered.setdefault(key, []).append(member)
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
         for (order, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
@@ -386,7 +386,7 @@ class DeclaredRequests:
                 rows = known[spans] = Rows(spans, total, self._device)
             op = members[0].op
             collector = None
-            if isinstance(op.one, (Probe, LogitLens)):
+            if isinstance(op.one, Reading):
                 collector = Collector(members, rows, op.one, len(sites), op.pattern, order)
                 plan.collectors.append(collector)
             for place, (location, residual) in enumerate(sites):
@@ -396,14 +396,22 @@ class DeclaredRequests:
                         join.tried |= collector is not None
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
-                group: Group
-                if collector is not None:
-                    group = ReadGroup(members, rows, residual, self._device)
+                group = group_kind(op)(members, rows, residual, self._device)
+                if isinstance(group, ReadGroup):
+                    assert collector is not None
                     group.collector, group.site = collector, place
-                else:
-                    group = EditGroup(members, rows, residual, self._device)
                 hook.groups.append(group)
         return plan
+
+    def _members(self, declaration: Declaration, op: Op, chunk: Chunk) -> list[Member]:
+        """An intervention's rows in a step. An intervention that does not fit the prompt fails."""
+        try:
+            return [
+                Member(declaration, op, (start, count), at) for start, count, at in spans_of(op, declaration, chunk)
+            ]
+        except ValueError as error:
+            self.fail([Member(declaration, op, (chunk.start, 0))], error)
+            return []
 
     def check_reached(self) -> None:
         """Fail the interventions whose location the forward pass of a plan's first step did not reach."""
@@ -563,19 +571,3 @@ class DeclaredRequests:
                 items = slots[id(declaration)]
                 entries.append(LayoutEntry(declaration.request, declaration.choice, first + plan.steps, items))
         return Layout(self._layouts, entries)
-
-
-def _span(op: Op, seen: int, start: int, first: int, count: int, prompt: int) -> tuple[int, int]:
-    """The rows of an intervention: the first of them, and how many.
-
-    The request's rows begin at `start` and hold `count` of its positions, from `first` on; its prompt has `prompt`.
-    """
-    positions, end = getattr(op.one, "positions", "last"), first + count
-    if op.reads:
-        if positions == "last":
-            return (start + count - 1, 1) if end >= prompt else (start, 0)
-        low = max(first, seen, prompt if positions == "generated" else 0)
-    else:
-        low = max(first, {"generated": prompt, "last": prompt - 1}.get(positions, 0))
-    high = min(end, prompt) if positions == "prompt" else end
-    return start + low - first, max(0, high - low)
