@@ -65,6 +65,7 @@ from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
 from tracewire.traces.tracer import Tracer
 from tracewire.traces.values import Values
+from tracewire_bus.domain.autoencoders import SparseAutoencoder, WrongAutoencoder
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.trace_list import ListedTrace
@@ -72,20 +73,28 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
+    Autoencoder,
     ChatMessage,
     Clamp,
+    Coordinates,
     DeclaredIntervention,
+    Features,
     FirstToken,
+    Hold,
+    Lens,
     Live,
     LogitLens,
     MessageDelta,
     Patch,
     Probe,
+    Project,
     Status,
     Steer,
+    SteerFeatures,
     StopWhen,
     ToolCall,
     ToolCallDelta,
+    When,
 )
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -183,6 +192,7 @@ __all__ = [
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
+    "Autoencoder",
     "BlockError",
     "BlockOnly",
     "BrokenStream",
@@ -201,6 +211,7 @@ __all__ = [
     "CodeRefused",
     "ConflictError",
     "ConnectError",
+    "Coordinates",
     "DeadLetter",
     "DeadLetters",
     "DeclaredIntervention",
@@ -221,6 +232,7 @@ __all__ = [
     "Engines",
     "Event",
     "EventsLost",
+    "Features",
     "Final",
     "FirstToken",
     "Fold",
@@ -229,6 +241,7 @@ __all__ = [
     "HarvestMissing",
     "HarvestOptions",
     "HarvestProgress",
+    "Hold",
     "IntegrityError",
     "Intervention",
     "InterventionError",
@@ -241,6 +254,7 @@ __all__ = [
     "Invoke",
     "Item",
     "Lagging",
+    "Lens",
     "LibraryMissing",
     "Lifecycle",
     "ListedTrace",
@@ -268,6 +282,7 @@ __all__ = [
     "PermissionDeniedError",
     "PrivateRedisError",
     "Probe",
+    "Project",
     "Prompt",
     "PromptInput",
     "RedisMemory",
@@ -282,10 +297,12 @@ __all__ = [
     "ServerInfo",
     "ShardDamaged",
     "Shared",
+    "SparseAutoencoder",
     "State",
     "StateMismatch",
     "Status",
     "Steer",
+    "SteerFeatures",
     "SteerRejected",
     "Steered",
     "StopWhen",
@@ -331,7 +348,9 @@ __all__ = [
     "Waiting",
     "Watch",
     "WatchGroups",
+    "When",
     "WithOptions",
+    "WrongAutoencoder",
     "WrongEventLoop",
     "__version__",
     "blocking",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -26,11 +27,39 @@ import msgspec
 from tracewire_bus.wire.arrays import array_of, array_payload, encoded_array, raw_bytes
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
-from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Patch, Probe, Reading, Steer, StopWhen
+from tracewire_bus.wire.messages import (
+    Ablate,
+    Autoencoder,
+    Clamp,
+    Coordinates,
+    Declared,
+    Features,
+    Hold,
+    Lens,
+    Live,
+    LogitLens,
+    Patch,
+    Probe,
+    Project,
+    Reading,
+    Steer,
+    SteerFeatures,
+    StopWhen,
+)
 from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
 from . import patch_checks
+from .autoencoders import SparseAutoencoder
+from .condition_checks import (
+    check_conditions,
+    condition_live,
+    live_conditions,
+    normalized_condition,
+    outputs_of,
+    with_values,
+)
+from .kind_checks import CHECKED, UNKNOWN, KnownModel, check_hold, check_kind, same_places
 from .tree import ModuleTree
 from .value_checks import DeclarationError, check_array, check_content, check_number
 
@@ -41,6 +70,7 @@ __all__ = [
     "MAX_INTERVENTIONS",
     "MAX_SITES",
     "DeclarationError",
+    "KnownModel",
     "Site",
     "array_fields",
     "check",
@@ -68,12 +98,25 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
 #: Fields with a vector. These and the numbers can be live parameters.
-_VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction", Patch: "values"}
+_VECTORS: Final[dict[type, str]] = {
+    Steer: "vector",
+    Clamp: "direction",
+    Ablate: "direction",
+    Patch: "values",
+    Project: "basis",
+    Hold: "vector",
+}
 #: Fields with a list of integers, which are no arrays; and what a field of another type than these takes.
-_LISTS: Final = frozenset({"positions"})
+_LISTS: Final = frozenset({"positions", "indices"})
 _EXPECTED: Final = {"positions": "an index, a list of indices, a slice 'a:b' or a name of Positions"}
 #: Likewise with arrays that no live parameter stands for.
-_PROBE_ARRAYS: Final = ("weight", "bias")
+_ARRAYS: Final[dict[type, tuple[str, ...]]] = {
+    Probe: ("weight", "bias"),
+    Lens: ("matrix", "bias"),
+    Coordinates: ("basis",),
+    Features: ("weights",),
+    SteerFeatures: ("weights",),
+}
 #: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
     kind: tuple(name for name, hint in get_type_hints(kind).items() if Live in get_args(hint)) for kind in _KINDS
@@ -209,7 +252,13 @@ def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
     changed: dict[str, Any] = {}
     for name in one.__struct_fields__:
         value = getattr(one, name)
-        if name in _LISTS:
+        if name == "when" and value is not None:
+            changed[name] = normalized_condition(value, f"{field}.when")
+        elif isinstance(value, SparseAutoencoder):
+            changed |= {"sae": value.description, "weights": value.encoded}
+        elif name in changed:
+            continue
+        elif name in _LISTS:
             changed[name] = _integers(value)
         elif isinstance(value, Live):
             changed[name] = {"live": value.live} if name == _VECTORS.get(type(one)) else value
@@ -255,16 +304,28 @@ def _encoded(array: np.ndarray[Any, Any]) -> Any:
     return encoded_array(array_payload(array.dtype.name, array.shape, raw_bytes(array)))
 
 
+_EXPECTED_TYPES: Final[dict[Any, str]] = {
+    str: "a string",
+    int: "an integer",
+    bool: "True or False",
+    list[int]: "a list of integers",
+    list[int] | None: "a list of integers",
+    str | Autoencoder: "a SparseAutoencoder, or the name of one that the engine has",
+}
+
+
 def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
-    return {str: "a string", int: "an integer"}.get(kind, "a number or Live(name)")
+    if kind in _EXPECTED_TYPES:
+        return _EXPECTED_TYPES[kind]
+    return "a number or Live(name)"
 
 
 def _without_arrays(value: Any) -> Any:
-    return (
-        {"live": value.live} if isinstance(value, Live) else None if isinstance(value, msgspec.msgpack.Ext) else value
-    )
+    if isinstance(value, msgspec.msgpack.Ext):
+        return None
+    return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
 
 
 def _tag(one: Declared) -> dict[str, Any]:
@@ -292,6 +353,7 @@ def check(
     *,
     hidden_size: int,
     live: Mapping[str, Any],
+    model: KnownModel = UNKNOWN,
 ) -> list[tuple[list[Site], bool]]:
     """Check interventions against a model.
 
@@ -300,6 +362,7 @@ def check(
         tree: the model's modules.
         hidden_size: the width of the model's residual stream.
         live: the values of the trace's live parameters, by name.
+        model: what else is known of the model.
 
     Returns:
         for each intervention its locations (none for a `StopWhen`) and whether its `at` is a pattern, by `find_sites`.
@@ -326,26 +389,49 @@ def check(
             if one.name in names:
                 raise DeclarationError(f"{field}.name", f"{one.name!r} is saved twice")
             names.add(one.name)
-        try:
-            sites, pattern = find_sites(tree, one.at)
-        except ValueError as error:
-            raise DeclarationError(f"{field}.at", str(error)) from None
-        untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
-        if untapped is not None:
-            raise DeclarationError(f"{field}.at", tree.not_tapped_reason(untapped))
-        if isinstance(one, LogitLens):
-            if any(site.value != "residual" for site in sites):
-                raise DeclarationError(f"{field}.at", f"a logit lens reads the residual stream, not {one.at!r}")
-            if not 1 <= one.top_k <= MAX_TOP_K:
-                raise DeclarationError(f"{field}.top_k", f"expected 1 to {MAX_TOP_K}, got {one.top_k}")
+        sites, pattern = _served_sites(tree, one, field)
         if isinstance(one, Probe):
             probes[one.name] = one, pattern
         _check_values(one, sites, hidden_size, live, field)
+        if isinstance(one, CHECKED):
+            width = hidden_size if any(site.value == "residual" for site in sites) else None
+            check_kind(one, (len(sites), width), partial(_is_place, tree, sites), model, field)
         places.append((sites, pattern))
     if sum(len(sites) for sites, _ in places) > MAX_SITES:
         raise DeclarationError("interventions", f"the interventions of a trace have at most {MAX_SITES} locations")
     _check_live_names(interventions, live)
+    for index, one in enumerate(interventions):
+        if isinstance(one, Hold):
+            check_hold(one, probes, partial(_is_place, tree, places[index][0]), f"interventions[{index}]")
+    check_conditions(interventions, probes)
     return places
+
+
+def _served_sites(tree: ModuleTree, one: Any, field: str) -> tuple[list[Site], bool]:
+    """The locations of an intervention, and whether its `at` is a pattern. Refuses those that it cannot have."""
+    try:
+        sites, pattern = find_sites(tree, one.at)
+    except ValueError as error:
+        raise DeclarationError(f"{field}.at", str(error)) from None
+    untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
+    if untapped is not None:
+        raise DeclarationError(f"{field}.at", tree.not_tapped_reason(untapped))
+    if isinstance(one, (LogitLens, Lens)):
+        if any(site.value != "residual" for site in sites):
+            raise DeclarationError(f"{field}.at", f"a logit lens reads the residual stream, not {one.at!r}")
+        if not 1 <= one.top_k <= MAX_TOP_K:
+            raise DeclarationError(f"{field}.top_k", f"expected 1 to {MAX_TOP_K}, got {one.top_k}")
+    if isinstance(one, Hold) and (pattern or len(sites) != 1):
+        raise DeclarationError(f"{field}.at", f"expected one location, got {one.at!r}")
+    return sites, pattern
+
+
+def _is_place(tree: ModuleTree, sites: Sequence[Site], at: str) -> bool:
+    """Whether `at` is the one location of `sites`."""
+    try:
+        return same_places(sites, find_sites(tree, at)[0])
+    except ValueError:
+        return False
 
 
 def _check_live_names(interventions: Sequence[Declared], live: Mapping[str, Any]) -> None:
@@ -401,7 +487,7 @@ def array_fields(interventions: Sequence[Declared]) -> Iterator[tuple[int, str, 
     """The fields of interventions that can hold an array: the intervention's index, the field's name, and the value."""
     for index, one in enumerate(interventions):
         kind = type(one)
-        for name in _PROBE_ARRAYS if kind is Probe else (_VECTORS[kind],) if kind in _VECTORS else ():
+        for name in (*_ARRAYS.get(kind, ()), *((_VECTORS[kind],) if kind in _VECTORS else ())):
             yield index, name, getattr(one, name)
 
 
@@ -412,6 +498,8 @@ def substitute_live(one: Declared, live: Mapping[str, Any]) -> Declared:
         found = live_name(getattr(one, name))
         if found is not None:
             changed[name] = live[found]
+    if one.when is not None and condition_live(one.when):
+        changed["when"] = with_values(one.when, live)
     return msgspec.structs.replace(one, **changed) if changed else one
 
 
@@ -433,6 +521,8 @@ def _live_names(interventions: Sequence[Declared]) -> Iterator[tuple[str, str, b
             found = live_name(getattr(one, name))
             if found is not None:
                 yield f"interventions[{index}].{name}", found, name == _VECTORS.get(type(one))
+        for path, found in live_conditions(one):
+            yield f"interventions[{index}].{path}", found, False
 
 
 def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: str) -> None:
@@ -440,15 +530,8 @@ def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: 
         known = ", ".join(sorted(probes)) or "none"
         raise DeclarationError(f"{field}.probe", f"no probe {one.probe!r} is declared before it (declared: {known})")
     probe, pattern = probes[one.probe]
-    shape = getattr(probe.weight, "shape", None)
-    outputs = (
-        1
-        if probe.reduce == "norm" and shape is None
-        else None
-        if shape is None
-        else (shape[0] if len(shape) == 2 else 1)
-    )
-    if outputs is None or pattern or probe.positions != "last":
+    outputs = outputs_of(probe, pattern)
+    if outputs is None:
         raise DeclarationError(
             f"{field}.probe", f"probe {one.probe!r} does not save numbers of one location's last position each step"
         )
@@ -476,8 +559,9 @@ def _check_values(
         raise DeclarationError(f"{field}.min", "expected a bound: min, max or both")
     if isinstance(one, Probe):
         if one.weight is not None:
-            if one.reduce == "norm":
-                raise DeclarationError(f"{field}.reduce", "a norm is taken of the value itself: leave the weight out")
+            if one.reduce not in ("none", "mean"):
+                what = "moments are" if one.reduce == "moments" else "a norm is"
+                raise DeclarationError(f"{field}.reduce", f"{what} taken of the value itself: leave the weight out")
             shape = check_array(one.weight, f"{field}.weight", (1, 2), width)
             if one.bias is not None:
                 _check_bias(one.bias, f"{field}.bias", shape)
@@ -495,7 +579,7 @@ def _check_values(
             return
         if found is not None and not is_array(value):
             return  # `check` reports the type of a live parameter itself
-        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate) else (1,), width)
+        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate | Project) else (1,), width)
 
 
 def _check_bias(value: Any, field: str, shape: tuple[int, ...]) -> None:

@@ -20,10 +20,13 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from .declared_base import DeclaredIntervention, Live, Message, Positions
+from .declared_base import DeclaredIntervention, Live, Message, Positions, When
+from .feature_kinds import Autoencoder, Features, SteerFeatures
 from .ids import FINAL_ID
+from .lens_kinds import Coordinates, Lens, Project
 from .patch_kinds import Patch
 from .pieces import Pieces
+from .steering_kinds import Hold
 
 __all__ = [
     "MAX_MEDIA_BYTES",
@@ -34,6 +37,7 @@ __all__ = [
     "Ablate",
     "Accepted",
     "Append",
+    "Autoencoder",
     "Block",
     "Change",
     "Chat",
@@ -41,6 +45,7 @@ __all__ = [
     "Clamp",
     "Columns",
     "ColumnsManifest",
+    "Coordinates",
     "Declared",
     "DeclaredIntervention",
     "DecodedOutput",
@@ -52,13 +57,16 @@ __all__ = [
     "EngineInfo",
     "Event",
     "Failure",
+    "Features",
     "Final",
     "FinishReason",
     "FirstToken",
     "HeldChoice",
     "Helper",
+    "Hold",
     "Invoke",
     "Lagging",
+    "Lens",
     "Live",
     "LogitLens",
     "Manifest",
@@ -72,6 +80,7 @@ __all__ = [
     "Paused",
     "Positions",
     "Probe",
+    "Project",
     "RawOutput",
     "RawShared",
     "Reading",
@@ -82,6 +91,7 @@ __all__ = [
     "Snapshot",
     "Status",
     "Steer",
+    "SteerFeatures",
     "Steered",
     "StopWhen",
     "Submission",
@@ -90,6 +100,7 @@ __all__ = [
     "Usage",
     "Versions",
     "Waiting",
+    "When",
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
@@ -162,8 +173,11 @@ class Probe(DeclaredIntervention, tag="probe"):
 
     By default an item is the value itself in the model's dtype, `[hidden]`. A `weight` of shape `[hidden]` projects the
     value to a number, one of shape `[outputs, hidden]` to `[outputs]` numbers; then `bias` (a number, or `[outputs]`)
-    is added and `activation` applied. `reduce="norm"` saves the value's Euclidean norm instead, `reduce="mean"` the
-    mean over the step's positions. Results of these operations are float32; a single number is saved as a float.
+    is added and `activation` applied. `reduce="mean"` saves the mean over the step's positions. Without a `weight`,
+    `reduce` can also be a norm of the value: `"norm"` (Euclidean), `"l1"` (the sum of magnitudes) or `"max"` (the
+    greatest magnitude); or `"moments"`: the mean, the variance, the skewness and the kurtosis of the value's features,
+    `[4]`, where a normal distribution has a skewness of 0 and a kurtosis of 3. Results of these operations are float32;
+    a single number is saved as a float.
 
     With positions other than `last` an item has one row per position of the step, `[positions, ...]`, and a step
     without such positions saves no item. Where `at` has a `*` or a slice, the locations are a dimension of their own,
@@ -175,7 +189,7 @@ class Probe(DeclaredIntervention, tag="probe"):
     weight: Any = None
     bias: Any = None
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    reduce: Literal["none", "mean", "norm"] = "none"
+    reduce: Literal["none", "mean", "norm", "l1", "max", "moments"] = "none"
     positions: Positions = "last"
 
 
@@ -240,10 +254,24 @@ class StopWhen(DeclaredIntervention, tag="stop_when"):
     steps: int = 1
 
 
-Reading: TypeAlias = Probe | LogitLens
+Reading: TypeAlias = Probe | LogitLens | Lens | Coordinates | Features | Hold
 """The kinds that save what they read, in a list with their `name`."""
 
-Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen | Patch
+Declared: TypeAlias = (
+    Probe
+    | LogitLens
+    | Steer
+    | Clamp
+    | Ablate
+    | StopWhen
+    | Patch
+    | Lens
+    | Coordinates
+    | Project
+    | Features
+    | SteerFeatures
+    | Hold
+)
 
 
 # --- submission, continued --------------------------------------------------------------------------------------------

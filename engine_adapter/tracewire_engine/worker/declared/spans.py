@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tracewire_bus.domain.patch_checks import prompt_positions
-from tracewire_bus.wire.messages import Patch
+from tracewire_bus.wire.messages import Hold, Patch
 
 from .ops import Declaration, Op
 
@@ -60,8 +60,8 @@ def _patched(op: Op, one: Patch, chunk: Chunk) -> list[tuple[int, int, int]]:
 
 def _span(op: Op, seen: int, chunk: Chunk) -> tuple[int, int]:
     start, first, count, prompt = chunk.start, chunk.first, chunk.count, chunk.prompt
-    positions, end = getattr(op.one, "positions", "last"), first + count
-    if not op.reads:
+    positions, end = str(getattr(op.one, "positions", "last")), first + count
+    if not op.reads or isinstance(op.one, Hold):
         return _edited(positions, chunk)
     if positions == "last":
         return (start + count - 1, 1) if end >= prompt else (start, 0)
