@@ -65,6 +65,7 @@ from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
 from tracewire.traces.tracer import Tracer
 from tracewire.traces.values import Values
+from tracewire_bus.domain.autoencoders import SparseAutoencoder, WrongAutoencoder
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.trace_list import ListedTrace
@@ -72,19 +73,28 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
+    Autoencoder,
     ChatMessage,
     Clamp,
+    Coordinates,
     DeclaredIntervention,
+    Features,
     FirstToken,
+    Hold,
+    Lens,
     Live,
     LogitLens,
     MessageDelta,
+    Patch,
     Probe,
+    Project,
     Status,
     Steer,
+    SteerFeatures,
     StopWhen,
     ToolCall,
     ToolCallDelta,
+    When,
 )
 from tracewire_bus.wire.refs import ArrayRef
 
@@ -165,7 +175,8 @@ from .errors import (
     VersionConflict,
     WrongEventLoop,
 )
-from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
+from .options import HarvestOptions, SamplingOptions, SweepOptions, TraceOptions, WithOptions
+from .patch_sweep import PatchSweep
 from .progress import HarvestProgress
 from .public import publish
 from .submission import Prompt, PromptInput
@@ -181,6 +192,7 @@ __all__ = [
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
+    "Autoencoder",
     "BlockError",
     "BlockOnly",
     "BrokenStream",
@@ -199,6 +211,7 @@ __all__ = [
     "CodeRefused",
     "ConflictError",
     "ConnectError",
+    "Coordinates",
     "DeadLetter",
     "DeadLetters",
     "DeclaredIntervention",
@@ -219,6 +232,7 @@ __all__ = [
     "Engines",
     "Event",
     "EventsLost",
+    "Features",
     "Final",
     "FirstToken",
     "Fold",
@@ -227,6 +241,7 @@ __all__ = [
     "HarvestMissing",
     "HarvestOptions",
     "HarvestProgress",
+    "Hold",
     "IntegrityError",
     "Intervention",
     "InterventionError",
@@ -239,6 +254,7 @@ __all__ = [
     "Invoke",
     "Item",
     "Lagging",
+    "Lens",
     "LibraryMissing",
     "Lifecycle",
     "ListedTrace",
@@ -260,10 +276,13 @@ __all__ = [
     "Output",
     "OutputsRead",
     "Overloaded",
+    "Patch",
+    "PatchSweep",
     "Paused",
     "PermissionDeniedError",
     "PrivateRedisError",
     "Probe",
+    "Project",
     "Prompt",
     "PromptInput",
     "RedisMemory",
@@ -278,10 +297,12 @@ __all__ = [
     "ServerInfo",
     "ShardDamaged",
     "Shared",
+    "SparseAutoencoder",
     "State",
     "StateMismatch",
     "Status",
     "Steer",
+    "SteerFeatures",
     "SteerRejected",
     "Steered",
     "StopWhen",
@@ -289,6 +310,7 @@ __all__ = [
     "StoreRefused",
     "StoreUnavailable",
     "Subscription",
+    "SweepOptions",
     "TextChanged",
     "TokenizerUnavailable",
     "TooManyChanges",
@@ -326,7 +348,9 @@ __all__ = [
     "Waiting",
     "Watch",
     "WatchGroups",
+    "When",
     "WithOptions",
+    "WrongAutoencoder",
     "WrongEventLoop",
     "__version__",
     "blocking",

@@ -29,6 +29,7 @@ from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .client_control import ControlMethods
 from .client_keys import proofs_of
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition
+from .experiments import Experiments
 from .options import HarvestOptions, TraceOptions
 from .progress import HarvestProgress
 from .submission import PromptInput, make_submission, split_options
@@ -111,7 +112,7 @@ def _address(url: str | None) -> str:
     return address
 
 
-class Client(ControlMethods):
+class Client(ControlMethods, Experiments):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         async with tracewire.Client(url) as client: ...

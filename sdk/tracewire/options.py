@@ -11,7 +11,15 @@ from .checks import Duration
 from .errors import UnknownOption
 from .progress import HarvestProgress
 
-__all__ = ["ChatOptions", "HarvestOptions", "SamplingOptions", "TraceOptions", "WithOptions", "check_names"]
+__all__ = [
+    "ChatOptions",
+    "HarvestOptions",
+    "SamplingOptions",
+    "SweepOptions",
+    "TraceOptions",
+    "WithOptions",
+    "check_names",
+]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -118,6 +126,24 @@ class TraceOptions(SamplingOptions, ChatOptions, total=False):
     on_lag: Literal["hold", "thin", "spill"]
     by: str | None
     """The name under which the trace is submitted, in place of the client's: engines serve these names in turns."""
+
+
+class SweepOptions(SamplingOptions, total=False):
+    """The keyword arguments of `Client.patch_sweep`: sampling params, and these."""
+
+    layers: str | int | Sequence[int]
+    """The layers to patch: `"*"` (the default), an index, indices, or a slice such as `"4:12"`."""
+    positions: str | int | Sequence[int]
+    """The positions of the prompt to patch, as `Patch.positions` names them; by default all."""
+    at: str
+    """The location to patch, with `{layer}` for a layer's number: by default `residual({layer})`."""
+    concurrency: int
+    """How many traces run at once; by default 32."""
+    interventions: Sequence[DeclaredIntervention]
+    """Interventions of all runs, such as a `Probe` that a function as metric reads."""
+    deadline: Duration | None
+    priority: int
+    edits: Sequence[str] | None
 
 
 class HarvestOptions(SamplingOptions, total=False):

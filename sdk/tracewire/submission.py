@@ -169,7 +169,7 @@ def make_submission(
         priority=_checked_priority(options.priority),
         detach=options.detach,
         client=client if options.by is None else _author(options.by),
-        interventions=checked_interventions(options.interventions),
+        interventions=checked_interventions(options.interventions, keep_saved=True),
         max_attempts=_attempt_limit(options.on_engine_loss, options.max_attempts),
         edits=_edit_names("edits", options.edits),
         shared=packed,
@@ -357,13 +357,13 @@ def _edit_names(field: str, edits: Any) -> list[str] | None:
     return names
 
 
-def checked_interventions(interventions: Any) -> list[Declared]:
+def checked_interventions(interventions: Any, *, keep_saved: bool = False) -> list[Declared]:
     from tracewire_bus.domain.intervention_checks import DeclarationError, normalize
 
     if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
         raise TraceRejected("interventions", f"expected a list of interventions, got {shown(interventions)}")
     try:
-        return normalize(list(interventions))
+        return normalize(list(interventions), keep_saved=keep_saved)
     except DeclarationError as error:
         raise TraceRejected(error.field, error.message) from None
 

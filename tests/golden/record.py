@@ -175,6 +175,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             Steer(at="residual(1)", vector=wire(_ARRAY[1]), scale=Live("alpha"), positions="generated"),
             messages.Clamp(at="model.layers.0.mlp", direction=wire(_ARRAY[0]), min=-1.0, max=Live("alpha")),
             messages.Ablate(at="model.layers.1.mlp", direction=wire(_ARRAY), keep=0.5),
+            messages.Patch(at="residual(1)", values=wire(_ARRAY), positions=[0, -1], strength=Live("alpha")),
             StopWhen(probe="p", above=0.9, below=-0.9, output=1, steps=2),
             Steer(at="residual(2)", vector=encode_ref(reference_to(bytes(wire(_ARRAY[0]).data)))),
         ],

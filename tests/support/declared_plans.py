@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.vectors import by_reference
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.domain.intervention_checks import normalize, substitute_live
-from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Probe, Steer
+from tracewire_bus.domain.patch_checks import prompt_positions
+from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Patch, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
 from tracewire_engine.adapter.read_decoder import NO_READS, ChoiceReads, ReadDecoder
 from tracewire_engine.link.step_link import encode_changes
@@ -34,8 +35,8 @@ HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1
 DELTAS = decoder(list[Delta])
 
 
-def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
-    """A list of interventions, each with its layers."""
+def interventions(rng: random.Random, prompt: int) -> list[tuple[Any, list[int]]]:
+    """A list of interventions, each with its layers, for a prompt of this many tokens."""
     shared = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
     found = []
     for number in range(rng.randint(1, 4)):
@@ -61,6 +62,8 @@ def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
                         Clamp("", vector, min=-0.5, max=rng.choice([0.25, None]), positions=positions),
                         Ablate("", own, keep=rng.choice([0.0, 0.5]), positions=positions),
                         Ablate("", None, keep=0.5, positions=positions),
+                        patch(rng, prompt, positions),
+                        patch(rng, prompt, positions),
                     ]
                 ),
                 layers,
@@ -69,12 +72,23 @@ def interventions(rng: random.Random) -> list[tuple[Any, list[int]]]:
     return found
 
 
+def patch(rng: random.Random, prompt: int, named: str) -> Patch:
+    """A patch of some positions, with one row for all of them or a row for each."""
+    several = rng.sample(range(-prompt, 0), rng.randint(1, prompt))
+    several = [one % prompt if rng.random() < 0.5 else one for one in several]
+    positions: Any = rng.choice([named, -1, several, "prompt", "-1:", f"0:{rng.randint(1, prompt)}"])
+    found = prompt_positions(positions, prompt)
+    values = np.random.default_rng(rng.randint(0, 5)).standard_normal((6, HIDDEN)).astype(np.float32)
+    values = values[0] if found is None or rng.random() < 0.5 else values[: len(found)]
+    return Patch("", values, positions=positions, strength=rng.choice([1.0, 0.25, Live("scale")]))
+
+
 class Request:
     def __init__(self, name: str, rng: random.Random, folder: Path | None = None) -> None:
         """With a `folder`, arrays are files in it, and the interventions refer to them."""
         self.name = name
-        self.declared = interventions(rng)
         self.prompt = rng.randint(1, 5)
+        self.declared = interventions(rng, self.prompt)
         self.length = self.prompt + rng.randint(1, 8)
         self.state = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=self.prompt)
         self.tokens = 0
@@ -150,6 +164,12 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
             reading = isinstance(one, (Probe, LogitLens))
             chosen = []
             for position in range(first, end):
+                if isinstance(one, Patch):
+                    at = prompt_positions(one.positions, prompt)
+                    if at is not None and position in at:
+                        chosen.append(position - first)
+                    if at is not None:
+                        continue
                 generated = position >= prompt
                 wanted = {
                     "all": True,
@@ -163,6 +183,11 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
                 value = rows[row]
                 if isinstance(one, Steer):
                     value += one.scale * torch.tensor(one.vector)
+                elif isinstance(one, Patch):
+                    new = torch.tensor(np.atleast_2d(one.values))
+                    at = prompt_positions(one.positions, prompt)
+                    new = new[at.index(first + row)] if len(new) > 1 and at is not None else new[0]
+                    value += one.strength * (new - value)
                 elif isinstance(one, Clamp):
                     unit = torch.tensor(one.direction) / torch.tensor(one.direction).norm()
                     along = value @ unit
@@ -320,7 +345,9 @@ def compare(request: Request) -> None:
         assert len(saves[name]) == len(items)
         for mine, other in zip(saves[name], items, strict=True):
             if isinstance(other, tuple):
-                assert mine["token_ids"].tolist() == other[0].tolist()
-                mine, other = mine["logits"], other[1]
+                # What a lens saves, or features.
+                ids, values = mine.values()
+                assert ids.tolist() == np.asarray(other[0]).tolist()
+                mine, other = values, other[1]
             assert np.shape(mine) == np.shape(other)
             np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-3)

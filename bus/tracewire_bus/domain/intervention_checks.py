@@ -8,18 +8,60 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    SupportsIndex,
+    TypeAlias,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
 from tracewire_bus.wire.arrays import array_of, array_payload, encoded_array, raw_bytes
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
-from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.wire.messages import (
+    Ablate,
+    Autoencoder,
+    Clamp,
+    Coordinates,
+    Declared,
+    Features,
+    Hold,
+    Lens,
+    Live,
+    LogitLens,
+    Patch,
+    Probe,
+    Project,
+    Reading,
+    Steer,
+    SteerFeatures,
+    StopWhen,
+)
 from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
+from . import patch_checks
+from .autoencoders import SparseAutoencoder
+from .condition_checks import (
+    check_conditions,
+    condition_live,
+    live_conditions,
+    normalized_condition,
+    outputs_of,
+    with_values,
+)
+from .kind_checks import CHECKED, UNKNOWN, KnownModel, check_hold, check_kind, same_places
 from .tree import ModuleTree
+from .value_checks import DeclarationError, check_array, check_content, check_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,12 +70,14 @@ __all__ = [
     "MAX_INTERVENTIONS",
     "MAX_SITES",
     "DeclarationError",
+    "KnownModel",
     "Site",
     "array_fields",
     "check",
     "check_content",
     "check_encoded",
     "decode_interventions",
+    "encode_arrays",
     "find_sites",
     "live_name",
     "normalize",
@@ -54,29 +98,31 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 _KINDS: Final[tuple[type[Declared], ...]] = get_args(Declared)
 #: Fields with a vector. These and the numbers can be live parameters.
-_VECTORS: Final[dict[type, str]] = {Steer: "vector", Clamp: "direction", Ablate: "direction"}
+_VECTORS: Final[dict[type, str]] = {
+    Steer: "vector",
+    Clamp: "direction",
+    Ablate: "direction",
+    Patch: "values",
+    Project: "basis",
+    Hold: "vector",
+}
+#: Fields with a list of integers, which are no arrays; and what a field of another type than these takes.
+_LISTS: Final = frozenset({"positions", "indices"})
+_EXPECTED: Final = {"positions": "an index, a list of indices, a slice 'a:b' or a name of Positions"}
 #: Likewise with arrays that no live parameter stands for.
-_PROBE_ARRAYS: Final = ("weight", "bias")
+_ARRAYS: Final[dict[type, tuple[str, ...]]] = {
+    Probe: ("weight", "bias"),
+    Lens: ("matrix", "bias"),
+    Coordinates: ("basis",),
+    Features: ("weights",),
+    SteerFeatures: ("weights",),
+}
 #: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
     kind: tuple(name for name, hint in get_type_hints(kind).items() if Live in get_args(hint)) for kind in _KINDS
 }
 
 _Value: TypeAlias = Literal["residual", "output", "input"]
-
-
-class DeclarationError(ValueError):
-    """A declared intervention is invalid, or does not fit the model.
-
-    Attributes:
-        field: the part at fault, such as `interventions[0].at`.
-        message: the reason.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -173,13 +219,21 @@ def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
 # --- types and values -------------------------------------------------------------------------------------------------
 
 
-def normalize(interventions: Sequence[Any]) -> list[Declared]:
+def normalize(interventions: Sequence[Any], *, keep_saved: bool = False) -> list[Declared]:
     """Convert a caller's interventions for `Submission.interventions`: NumPy numbers become floats, arrays are encoded.
+
+    With `keep_saved`, a reference to an array that a trace saved stays as it is, for `encode_arrays`.
 
     Raises:
         DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
-    return [_normalize_one(one, f"interventions[{index}]") for index, one in enumerate(interventions)]
+    return [_normalize_one(one, f"interventions[{index}]", keep_saved) for index, one in enumerate(interventions)]
+
+
+def encode_arrays(one: Declared, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Declared:
+    """A copy of a normalized intervention with these arrays in the fields that they are named for."""
+    encoded: dict[str, Any] = {name: _encoded(array_of(array)) for name, array in arrays.items()}
+    return msgspec.structs.replace(one, **encoded)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -191,17 +245,25 @@ def decode_interventions(interventions: Sequence[Declared]) -> list[Declared]:
     return cast(list[Declared], _decode(_encoder.encode(interventions)))
 
 
-def _normalize_one(one: Any, field: str) -> Declared:
+def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
     if not isinstance(one, _KINDS):
         *names, last = (kind.__name__ for kind in _KINDS)
         raise DeclarationError(field, f"expected a {', '.join(names)} or {last}, got {type(one).__qualname__}")
     changed: dict[str, Any] = {}
     for name in one.__struct_fields__:
         value = getattr(one, name)
-        if isinstance(value, Live):
+        if name == "when" and value is not None:
+            changed[name] = normalized_condition(value, f"{field}.when")
+        elif isinstance(value, SparseAutoencoder):
+            changed |= {"sae": value.description, "weights": value.encoded}
+        elif name in changed:
+            continue
+        elif name in _LISTS:
+            changed[name] = _integers(value)
+        elif isinstance(value, Live):
             changed[name] = {"live": value.live} if name == _VECTORS.get(type(one)) else value
         elif isinstance(value, ArrayRef):
-            changed[name] = encode_ref(value)
+            changed[name] = value if keep_saved and not is_vector(value) else encode_ref(value)
         elif is_array(value) or isinstance(value, (list, tuple)):
             try:
                 array = _vector(value, f"{field}.{name}")
@@ -220,9 +282,21 @@ def _normalize_one(one: Any, field: str) -> Declared:
         if named is None:
             raise DeclarationError(field, str(error)) from None
         name = named[1]
-        expected = _expected(get_type_hints(type(one))[name])
+        hint = get_type_hints(type(one))[name]
+        expected = _EXPECTED.get(name, _expected(hint)) if get_origin(hint) is not Literal else _expected(hint)
         raise DeclarationError(f"{field}.{name}", f"expected {expected}, got {getattr(one, name)!r}"[:200]) from None
     return plain
+
+
+def _integers(value: Any) -> Any:
+    """Integers of NumPy and of ranges as plain ones, and lists of them; other values as they are."""
+    if type(value) is bool or isinstance(value, str):
+        return value
+    if isinstance(value, SupportsIndex) and not getattr(value, "shape", ()):
+        return int(value)
+    if isinstance(value, (list, tuple, range)) or is_array(value):
+        return [_integers(item) for item in value]
+    return value
 
 
 def _encoded(array: np.ndarray[Any, Any]) -> Any:
@@ -230,16 +304,28 @@ def _encoded(array: np.ndarray[Any, Any]) -> Any:
     return encoded_array(array_payload(array.dtype.name, array.shape, raw_bytes(array)))
 
 
+_EXPECTED_TYPES: Final[dict[Any, str]] = {
+    str: "a string",
+    int: "an integer",
+    bool: "True or False",
+    list[int]: "a list of integers",
+    list[int] | None: "a list of integers",
+    str | Autoencoder: "a SparseAutoencoder, or the name of one that the engine has",
+}
+
+
 def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
-    return {str: "a string", int: "an integer"}.get(kind, "a number or Live(name)")
+    if kind in _EXPECTED_TYPES:
+        return _EXPECTED_TYPES[kind]
+    return "a number or Live(name)"
 
 
 def _without_arrays(value: Any) -> Any:
-    return (
-        {"live": value.live} if isinstance(value, Live) else None if isinstance(value, msgspec.msgpack.Ext) else value
-    )
+    if isinstance(value, msgspec.msgpack.Ext):
+        return None
+    return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
 
 
 def _tag(one: Declared) -> dict[str, Any]:
@@ -267,6 +353,7 @@ def check(
     *,
     hidden_size: int,
     live: Mapping[str, Any],
+    model: KnownModel = UNKNOWN,
 ) -> list[tuple[list[Site], bool]]:
     """Check interventions against a model.
 
@@ -275,6 +362,7 @@ def check(
         tree: the model's modules.
         hidden_size: the width of the model's residual stream.
         live: the values of the trace's live parameters, by name.
+        model: what else is known of the model.
 
     Returns:
         for each intervention its locations (none for a `StopWhen`) and whether its `at` is a pattern, by `find_sites`.
@@ -295,32 +383,55 @@ def check(
             _check_stop(one, probes, field)
             places.append(([], False))
             continue
-        if isinstance(one, (Probe, LogitLens)):
+        if isinstance(one, Reading):
             if not _NAME.fullmatch(one.name):
                 raise DeclarationError(f"{field}.name", f"expected a name as in Python, got {one.name!r}")
             if one.name in names:
                 raise DeclarationError(f"{field}.name", f"{one.name!r} is saved twice")
             names.add(one.name)
-        try:
-            sites, pattern = find_sites(tree, one.at)
-        except ValueError as error:
-            raise DeclarationError(f"{field}.at", str(error)) from None
-        untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
-        if untapped is not None:
-            raise DeclarationError(f"{field}.at", tree.not_tapped_reason(untapped))
-        if isinstance(one, LogitLens):
-            if any(site.value != "residual" for site in sites):
-                raise DeclarationError(f"{field}.at", f"a logit lens reads the residual stream, not {one.at!r}")
-            if not 1 <= one.top_k <= MAX_TOP_K:
-                raise DeclarationError(f"{field}.top_k", f"expected 1 to {MAX_TOP_K}, got {one.top_k}")
+        sites, pattern = _served_sites(tree, one, field)
         if isinstance(one, Probe):
             probes[one.name] = one, pattern
         _check_values(one, sites, hidden_size, live, field)
+        if isinstance(one, CHECKED):
+            width = hidden_size if any(site.value == "residual" for site in sites) else None
+            check_kind(one, (len(sites), width), partial(_is_place, tree, sites), model, field)
         places.append((sites, pattern))
     if sum(len(sites) for sites, _ in places) > MAX_SITES:
         raise DeclarationError("interventions", f"the interventions of a trace have at most {MAX_SITES} locations")
     _check_live_names(interventions, live)
+    for index, one in enumerate(interventions):
+        if isinstance(one, Hold):
+            check_hold(one, probes, partial(_is_place, tree, places[index][0]), f"interventions[{index}]")
+    check_conditions(interventions, probes)
     return places
+
+
+def _served_sites(tree: ModuleTree, one: Any, field: str) -> tuple[list[Site], bool]:
+    """The locations of an intervention, and whether its `at` is a pattern. Refuses those that it cannot have."""
+    try:
+        sites, pattern = find_sites(tree, one.at)
+    except ValueError as error:
+        raise DeclarationError(f"{field}.at", str(error)) from None
+    untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
+    if untapped is not None:
+        raise DeclarationError(f"{field}.at", tree.not_tapped_reason(untapped))
+    if isinstance(one, (LogitLens, Lens)):
+        if any(site.value != "residual" for site in sites):
+            raise DeclarationError(f"{field}.at", f"a logit lens reads the residual stream, not {one.at!r}")
+        if not 1 <= one.top_k <= MAX_TOP_K:
+            raise DeclarationError(f"{field}.top_k", f"expected 1 to {MAX_TOP_K}, got {one.top_k}")
+    if isinstance(one, Hold) and (pattern or len(sites) != 1):
+        raise DeclarationError(f"{field}.at", f"expected one location, got {one.at!r}")
+    return sites, pattern
+
+
+def _is_place(tree: ModuleTree, sites: Sequence[Site], at: str) -> bool:
+    """Whether `at` is the one location of `sites`."""
+    try:
+        return same_places(sites, find_sites(tree, at)[0])
+    except ValueError:
+        return False
 
 
 def _check_live_names(interventions: Sequence[Declared], live: Mapping[str, Any]) -> None:
@@ -376,7 +487,7 @@ def array_fields(interventions: Sequence[Declared]) -> Iterator[tuple[int, str, 
     """The fields of interventions that can hold an array: the intervention's index, the field's name, and the value."""
     for index, one in enumerate(interventions):
         kind = type(one)
-        for name in _PROBE_ARRAYS if kind is Probe else (_VECTORS[kind],) if kind in _VECTORS else ():
+        for name in (*_ARRAYS.get(kind, ()), *((_VECTORS[kind],) if kind in _VECTORS else ())):
             yield index, name, getattr(one, name)
 
 
@@ -387,6 +498,8 @@ def substitute_live(one: Declared, live: Mapping[str, Any]) -> Declared:
         found = live_name(getattr(one, name))
         if found is not None:
             changed[name] = live[found]
+    if one.when is not None and condition_live(one.when):
+        changed["when"] = with_values(one.when, live)
     return msgspec.structs.replace(one, **changed) if changed else one
 
 
@@ -408,6 +521,8 @@ def _live_names(interventions: Sequence[Declared]) -> Iterator[tuple[str, str, b
             found = live_name(getattr(one, name))
             if found is not None:
                 yield f"interventions[{index}].{name}", found, name == _VECTORS.get(type(one))
+        for path, found in live_conditions(one):
+            yield f"interventions[{index}].{path}", found, False
 
 
 def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: str) -> None:
@@ -415,15 +530,8 @@ def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: 
         known = ", ".join(sorted(probes)) or "none"
         raise DeclarationError(f"{field}.probe", f"no probe {one.probe!r} is declared before it (declared: {known})")
     probe, pattern = probes[one.probe]
-    shape = getattr(probe.weight, "shape", None)
-    outputs = (
-        1
-        if probe.reduce == "norm" and shape is None
-        else None
-        if shape is None
-        else (shape[0] if len(shape) == 2 else 1)
-    )
-    if outputs is None or pattern or probe.positions != "last":
+    outputs = outputs_of(probe, pattern)
+    if outputs is None:
         raise DeclarationError(
             f"{field}.probe", f"probe {one.probe!r} does not save numbers of one location's last position each step"
         )
@@ -434,7 +542,7 @@ def _check_stop(one: StopWhen, probes: Mapping[str, tuple[Probe, bool]], field: 
     if one.steps < 1:
         raise DeclarationError(f"{field}.steps", f"expected 1 or more, got {one.steps}")
     for name in _NUMBERS[StopWhen]:
-        _check_number(getattr(one, name), f"{field}.{name}")
+        check_number(getattr(one, name), f"{field}.{name}")
 
 
 def _check_values(
@@ -446,21 +554,24 @@ def _check_values(
 ) -> None:
     width = hidden_size if any(site.value == "residual" for site in sites) else None
     for name in _NUMBERS[type(one)]:
-        _check_number(getattr(one, name), f"{field}.{name}")
+        check_number(getattr(one, name), f"{field}.{name}")
     if isinstance(one, Clamp) and one.min is None and one.max is None:
         raise DeclarationError(f"{field}.min", "expected a bound: min, max or both")
     if isinstance(one, Probe):
         if one.weight is not None:
-            if one.reduce == "norm":
-                raise DeclarationError(f"{field}.reduce", "a norm is taken of the value itself: leave the weight out")
-            shape = _check_array(one.weight, f"{field}.weight", (1, 2), width)
+            if one.reduce not in ("none", "mean"):
+                what = "moments are" if one.reduce == "moments" else "a norm is"
+                raise DeclarationError(f"{field}.reduce", f"{what} taken of the value itself: leave the weight out")
+            shape = check_array(one.weight, f"{field}.weight", (1, 2), width)
             if one.bias is not None:
                 _check_bias(one.bias, f"{field}.bias", shape)
         elif one.bias is not None or one.activation != "none":
             part = "bias" if one.bias is not None else "activation"
             raise DeclarationError(f"{field}.{part}", f"a {part} needs a weight")
     name = _VECTORS.get(type(one), "")
-    if name:
+    if isinstance(one, Patch):
+        patch_checks.check_patch(one, live, width, field)
+    elif name:
         given = getattr(one, name)
         found = live_name(given)
         value = live.get(found) if found is not None else given
@@ -468,56 +579,15 @@ def _check_values(
             return
         if found is not None and not is_array(value):
             return  # `check` reports the type of a live parameter itself
-        _check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate) else (1,), width)
-
-
-def _check_number(value: Any, field: str) -> None:
-    if isinstance(value, float) and value != value:
-        raise DeclarationError(field, "expected a number, got NaN")
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        raise DeclarationError(field, "expected a finite number, got an infinity")
-
-
-def _check_array(value: Any, field: str, dimensions: tuple[int, ...], width: int | None) -> tuple[int, ...]:
-    if isinstance(value, ArrayRef):
-        if not is_vector(value):
-            raise DeclarationError(field, f"expected an array, got {value!r}, which belongs to a trace; load it first")
-    elif not is_array(value):
-        raise DeclarationError(field, f"expected an array, got {type(value).__qualname__}")
-    shape = tuple(value.shape)
-    wanted = " or ".join({1: "[hidden]", 2: "[n, hidden]"}[count] for count in dimensions)
-    if len(shape) not in dimensions or 0 in shape:
-        raise DeclarationError(field, f"expected an array of shape {wanted}, got {list(shape)}")
-    if width is not None and shape[-1] != width:
-        raise DeclarationError(field, f"the model's hidden size is {width}, got an array of shape {list(shape)}")
-    if not isinstance(value, ArrayRef):
-        check_content(value, field)
-    return shape
-
-
-def check_content(value: Any, field: str) -> None:
-    """Check the elements of an array. `check` does so too, but for an array that it has only a reference to.
-
-    Raises:
-        DeclarationError: the array has something else than finite numbers.
-    """
-    import numpy as np
-
-    array = np.asarray(array_of(value))
-    try:
-        finite = bool(np.isfinite(array.astype(np.float32)).all())
-    except (TypeError, ValueError):
-        raise DeclarationError(field, f"expected an array of numbers, got dtype {array.dtype}") from None
-    if not finite:
-        raise DeclarationError(field, "expected finite numbers, got NaN or an infinity in it")
+        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate | Project) else (1,), width)
 
 
 def _check_bias(value: Any, field: str, shape: tuple[int, ...]) -> None:
     if is_array(value) or isinstance(value, ArrayRef):
         if len(shape) != 2 or tuple(value.shape) != shape[:1]:
             raise DeclarationError(field, f"expected one number for each output, got shape {list(value.shape)}")
-        _check_array(value, field, (1,), None)
+        check_array(value, field, (1,), None)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DeclarationError(field, f"expected a number or an array, got {type(value).__qualname__}")
     else:
-        _check_number(float(value), field)
+        check_number(float(value), field)

@@ -20,8 +20,13 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from .declared_base import DeclaredIntervention, Live, Message, Positions, When
+from .feature_kinds import Autoencoder, Features, SteerFeatures
 from .ids import FINAL_ID
+from .lens_kinds import Coordinates, Lens, Project
+from .patch_kinds import Patch
 from .pieces import Pieces
+from .steering_kinds import Hold
 
 __all__ = [
     "MAX_MEDIA_BYTES",
@@ -32,6 +37,7 @@ __all__ = [
     "Ablate",
     "Accepted",
     "Append",
+    "Autoencoder",
     "Block",
     "Change",
     "Chat",
@@ -39,6 +45,7 @@ __all__ = [
     "Clamp",
     "Columns",
     "ColumnsManifest",
+    "Coordinates",
     "Declared",
     "DeclaredIntervention",
     "DecodedOutput",
@@ -50,13 +57,16 @@ __all__ = [
     "EngineInfo",
     "Event",
     "Failure",
+    "Features",
     "Final",
     "FinishReason",
     "FirstToken",
     "HeldChoice",
     "Helper",
+    "Hold",
     "Invoke",
     "Lagging",
+    "Lens",
     "Live",
     "LogitLens",
     "Manifest",
@@ -65,12 +75,15 @@ __all__ = [
     "ModuleInfo",
     "Notice",
     "OutputBase",
+    "Patch",
     "PathKey",
     "Paused",
     "Positions",
     "Probe",
+    "Project",
     "RawOutput",
     "RawShared",
+    "Reading",
     "Restarted",
     "Resumed",
     "SaveDelta",
@@ -78,6 +91,7 @@ __all__ = [
     "Snapshot",
     "Status",
     "Steer",
+    "SteerFeatures",
     "Steered",
     "StopWhen",
     "Submission",
@@ -86,12 +100,13 @@ __all__ = [
     "Usage",
     "Versions",
     "Waiting",
+    "When",
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 3)
+SCHEMA: tuple[int, int] = (2, 4)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 6)
+REQUEST_SCHEMA: tuple[int, int] = (1, 7)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -104,10 +119,6 @@ Status: TypeAlias = Literal["finished", "stopped", "cancelled", "expired", "reje
 
 `rejected`: no engine ran the trace. `failed`: its block raised, or its engine could not continue.
 """
-
-
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Base of all structs on the wire."""
 
 
 # --- submission -------------------------------------------------------------------------------------------------------
@@ -157,62 +168,16 @@ class Block(Message):
 # --- declared interventions -------------------------------------------------------------------------------------------
 
 
-class Live(Message):
-    """The current value of one of the trace's live parameters: `Live("alpha")` in place of a number or an array."""
-
-    live: str
-
-
-Positions: TypeAlias = Literal["last", "all", "prompt", "generated"]
-"""Which positions of a sequence: `prompt` those of the prompt, `generated` those of sampled tokens, `all` both.
-
-For an intervention that reads, `last` is the one position of each step from which the model samples the next token. For
-an intervention that edits, `last` is the prompt's last position and every generated position.
-"""
-
-
-class DeclaredIntervention(Message, tag_field="do"):
-    """Base of the declared interventions.
-
-    A declared intervention states a common operation without code. An engine applies it to all requests of a step at
-    once, and can accept it from clients whose code the engine would not run. An engine applies a trace's declared
-    interventions in the order given, and at each location before the block.
-
-    `at` is the location:
-
-    - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` index
-      as in Python; `*` is every layer.
-    - `model.layers.3.mlp`: a module's output, or the first tensor of it if the module returns several. The suffix
-      `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path.
-
-    In a submission, the fields that hold an array may hold a reference to a vector instead (`store/vectors.py`).
-    """
-
-    def __repr__(self) -> str:
-        shown = ((field, getattr(self, field.name)) for field in msgspec.structs.fields(self))
-        parts = [f"{field.name}={_brief(value)}" for field, value in shown if value is not field.default]
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-
-def _brief(value: Any) -> str:
-    """The repr of a field's value; for an array or a long list its type and size, without the elements."""
-    shape = getattr(value, "shape", None)
-    if shape:
-        return f"<{str(value.dtype).removeprefix('torch.')} {list(shape)}>"
-    if isinstance(value, msgspec.msgpack.Ext):
-        return f"<array of {memoryview(value.data).nbytes} bytes>"
-    if isinstance(value, list | tuple) and len(value) > 8:
-        return f"<{type(value).__name__} of {len(value)}>"
-    return repr(value)
-
-
 class Probe(DeclaredIntervention, tag="probe"):
     """Reads the values at a location, reduces them, and saves one item a step in the list `name`.
 
     By default an item is the value itself in the model's dtype, `[hidden]`. A `weight` of shape `[hidden]` projects the
     value to a number, one of shape `[outputs, hidden]` to `[outputs]` numbers; then `bias` (a number, or `[outputs]`)
-    is added and `activation` applied. `reduce="norm"` saves the value's Euclidean norm instead, `reduce="mean"` the
-    mean over the step's positions. Results of these operations are float32; a single number is saved as a float.
+    is added and `activation` applied. `reduce="mean"` saves the mean over the step's positions. Without a `weight`,
+    `reduce` can also be a norm of the value: `"norm"` (Euclidean), `"l1"` (the sum of magnitudes) or `"max"` (the
+    greatest magnitude); or `"moments"`: the mean, the variance, the skewness and the kurtosis of the value's features,
+    `[4]`, where a normal distribution has a skewness of 0 and a kurtosis of 3. Results of these operations are float32;
+    a single number is saved as a float.
 
     With positions other than `last` an item has one row per position of the step, `[positions, ...]`, and a step
     without such positions saves no item. Where `at` has a `*` or a slice, the locations are a dimension of their own,
@@ -224,7 +189,7 @@ class Probe(DeclaredIntervention, tag="probe"):
     weight: Any = None
     bias: Any = None
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    reduce: Literal["none", "mean", "norm"] = "none"
+    reduce: Literal["none", "mean", "norm", "l1", "max", "moments"] = "none"
     positions: Positions = "last"
 
 
@@ -289,7 +254,24 @@ class StopWhen(DeclaredIntervention, tag="stop_when"):
     steps: int = 1
 
 
-Declared: TypeAlias = Probe | LogitLens | Steer | Clamp | Ablate | StopWhen
+Reading: TypeAlias = Probe | LogitLens | Lens | Coordinates | Features | Hold
+"""The kinds that save what they read, in a list with their `name`."""
+
+Declared: TypeAlias = (
+    Probe
+    | LogitLens
+    | Steer
+    | Clamp
+    | Ablate
+    | StopWhen
+    | Patch
+    | Lens
+    | Coordinates
+    | Project
+    | Features
+    | SteerFeatures
+    | Hold
+)
 
 
 # --- submission, continued --------------------------------------------------------------------------------------------

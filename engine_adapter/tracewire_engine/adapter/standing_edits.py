@@ -27,7 +27,7 @@ from tracewire_bus.store.edits import RECORD_BYTES, Admit, EditSet, Installed, s
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, LogitLens, Probe, StopWhen
+from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, Hold, Reading, StopWhen
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
@@ -241,7 +241,7 @@ class StandingEdits:
             max_failures=edit.max_failures,
             block=block,
             placed=[msgspec.Raw(_encoder.encode(_renamed(one, edit))) for one in placed],
-            reads=any(isinstance(one, Probe | LogitLens) for one in edit.interventions),
+            reads=any(isinstance(one, Reading) for one in edit.interventions),
         )
 
     # --- which run on a request -------------------------------------------------------------------------------------
@@ -425,8 +425,13 @@ class StandingEdits:
 
 def _renamed(placed: Placed, edit: Edit) -> Placed:
     one = placed.intervention
-    if isinstance(one, Probe | LogitLens):
+    if isinstance(one, Hold):
+        one = msgspec.structs.replace(one, probe=f"{edit.name}/{one.probe}")
+    if isinstance(one, Reading):
         one = msgspec.structs.replace(one, name=f"{edit.name}/{one.name}")
+    if one.when is not None and one.when.probe is not None:
+        when = msgspec.structs.replace(one.when, probe=f"{edit.name}/{one.when.probe}")
+        one = msgspec.structs.replace(one, when=when)
     return Placed(one, placed.sites, placed.pattern)
 
 

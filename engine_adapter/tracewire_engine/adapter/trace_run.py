@@ -34,10 +34,9 @@ from tracewire_bus.wire.messages import (
     Final,
     FirstToken,
     Lagging,
-    LogitLens,
     Paused,
-    Probe,
     RawSteered,
+    Reading,
     Restarted,
     Resumed,
     Status,
@@ -159,7 +158,7 @@ class TraceRun:
         self._attempt = attempt
         self.owner, self.proofs = attempt.owner, attempt.proofs
         self._shared: SharedSaves | None = None
-        self._reads = any(isinstance(one, (Probe, LogitLens)) for one in submission.interventions)
+        self._reads = any(isinstance(one, Reading) for one in submission.interventions)
         self._stops = _stops(submission)
         #: Finds the strings of tokens, if the submission asks for them.
         self._strings = self._engine.token_strings if submission.token_strings else None

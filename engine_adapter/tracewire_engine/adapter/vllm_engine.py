@@ -17,8 +17,10 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tracewire_bus.domain.patch_checks import check_prompt
 from tracewire_bus.domain.span_attributes import w3c_context
-from tracewire_bus.wire.messages import NO_MEDIA, Invoke, StopWhen, Submission
+from tracewire_bus.domain.value_checks import DeclarationError
+from tracewire_bus.wire.messages import NO_MEDIA, Declared, Invoke, StopWhen, Submission
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver, encode_changes
@@ -78,6 +80,18 @@ def _choices(invoke: Invoke) -> int:
     """How many choices vLLM generates for an invoke."""
     n = invoke.sampling.get("n")
     return n if isinstance(n, int) else 1
+
+
+def _check_positions(interventions: Sequence[Declared], prompt: int) -> None:
+    """Refuse interventions at positions that a prompt of `prompt` tokens does not have.
+
+    Raises:
+        Rejection: names the field.
+    """
+    try:
+        check_prompt(interventions, prompt)
+    except DeclarationError as error:
+        raise Rejection(error.field, error.message) from error
 
 
 class _VllmOutputs:
@@ -224,6 +238,7 @@ class VllmEngine:
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
         lora = self._lora(invoke, where)
         prompt, token_ids, chat = await self._prompt(invoke, where)
+        _check_positions(submission.interventions, len(token_ids))
         params = sampling_params(invoke, where) if chat is None else chat.params
         if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
             params.seed = pinned_seed(submission.trace, index)

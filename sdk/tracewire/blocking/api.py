@@ -24,7 +24,8 @@ from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.checks import Duration
-from tracewire.options import HarvestOptions, TraceOptions, WithOptions
+from tracewire.options import HarvestOptions, SweepOptions, TraceOptions, WithOptions
+from tracewire.patch_sweep import Metric, PatchSweep
 from tracewire.progress import HarvestProgress
 from tracewire.submission import PromptInput
 from tracewire.traces.model import Model as AsyncModel
@@ -842,6 +843,37 @@ class Client(BlockingClient):
         ValueError: `lease_ttl` is not at least 1 second, `retry_timeout` is negative, or `read_interval` is not between
             0 and 1 second.
     """
+
+    def patch_sweep(
+        self,
+        model: Model | str,
+        clean: PromptInput,
+        corrupted: PromptInput,
+        *,
+        metric: Metric,
+        **options: Unpack[SweepOptions],
+    ) -> PatchSweep:
+        """Patch the values of one prompt into another, at each layer and position, and measure the next token.
+
+            prompts = "The Eiffel Tower is in", "The Space Needle is in"
+            sweep = client.patch_sweep("demo", *prompts, metric=(" Paris", " Seattle"))
+            sweep.normalized  # [layers, positions]; 1 where a value of the clean prompt brings back its answer
+
+        Both prompts must have equally many tokens. `metric` is a token (its id, or its text), whose log-probability as
+        the next token is measured; or two tokens, for the difference of their log-probabilities, which is that of
+        their logits; or a function of each run's `Result`. `SweepOptions` lists the options.
+
+        The sweep runs `layers` x `positions` traces of one token each, `concurrency` at once, and a few more for the
+        unpatched prompts. The first error ends all of them. Cancelling the call cancels its traces.
+
+        Raises:
+            UnknownModel: no engine serves the model.
+            UnknownOption: a keyword is neither an option nor a sampling param.
+            TraceRejected: the prompts differ in length, or a layer, a position, a token or an option cannot be.
+            TokenizerUnavailable: a token is given as text, and the model's tokenizer is not on this machine.
+            TraceEnded: one of the traces was cancelled, expired or failed; a note names its layer and position.
+        """
+        return self._portal.call(partial(self._async.patch_sweep, model, clean, corrupted, metric=metric, **options))
 
     def get_live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from tracewire_bus.wire.messages import DeclaredIntervention, Live, LogitLens, Positions, Probe, Steer
+from tracewire_bus.wire.messages import DeclaredIntervention, Live, LogitLens, Positions, Probe, Reading, Steer
 
 from .vectors import load_vector
 
@@ -172,7 +172,7 @@ def declared(specs: Sequence[Spec], live: Mapping[str, Any]) -> Declared:
 
     `live` has the first values that options give; a number replaces that of a `--steer`.
     """
-    reads = [spec.one for spec in specs if isinstance(spec.one, Probe | LogitLens)]
+    reads = [spec.one for spec in specs if isinstance(spec.one, Reading)]
     taken = {one.name for one in reads if one.name}
     for one in reads:
         if not one.name:

@@ -33,7 +33,7 @@ from .large import offload_large_arrays
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Item, Waiting
 from .state import Result, State
-from .vectors import ReferredArrays
+from .vectors import ReferredArrays, with_saved_arrays
 
 if TYPE_CHECKING:
     from .session import Session
@@ -167,6 +167,7 @@ class Trace(EventStream[Item]):
                 submission = msgspec.structs.replace(submission, lease=await presence.lease())
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
+        submission = await with_saved_arrays(submission)
         arrays = ReferredArrays(submission, bus.vectors, model.engines)
         check_submission(msgspec.structs.replace(submission, interventions=arrays.interventions), model)
         with refusals(self.model, self.id):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tracewire.errors import TraceRejected
+from tracewire.errors import TraceRejected, ValueMissing
 from tracewire_bus.store.vectors import VECTOR_BYTES, reference_to
 from tracewire_bus.transport.errors import NotAllowed
 from tracewire_bus.wire.refs import ARRAY, ArrayRef, encode_ref
@@ -21,12 +21,35 @@ if TYPE_CHECKING:
     from tracewire_bus.store.vectors import Vectors
     from tracewire_bus.wire.messages import Declared, EngineInfo, Submission
 
-__all__ = ["ReferredArrays"]
+__all__ = ["ReferredArrays", "with_saved_arrays"]
 
 logger = logging.getLogger("tracewire")
 
 #: The first schema of engines that fetch vectors.
 _SINCE = 2, 2
+
+
+async def with_saved_arrays(submission: Submission) -> Submission:
+    """A submission with the arrays themselves in place of references to arrays that other traces saved.
+
+    Raises:
+        TraceRejected: one cannot be downloaded; names the field.
+    """
+    from tracewire_bus.domain.intervention_checks import encode_arrays
+
+    changed = list(submission.interventions)
+    for index, one in enumerate(changed):
+        arrays = {}
+        for name in one.__struct_fields__:
+            value = getattr(one, name)
+            if type(value) is ArrayRef:
+                try:
+                    arrays[name] = await value.load()
+                except (ValueMissing, RuntimeError) as error:
+                    raise TraceRejected(f"interventions[{index}].{name}", str(error)) from error
+        if arrays:
+            changed[index] = encode_arrays(one, arrays)
+    return msgspec.structs.replace(submission, interventions=changed)
 
 
 class _Array(NamedTuple):

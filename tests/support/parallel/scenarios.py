@@ -24,6 +24,7 @@ from tracewire import (
     LogitLens,
     Model,
     Output,
+    Patch,
     Probe,
     Restarted,
     Steer,
@@ -376,6 +377,24 @@ async def declared_edits(client: Client, model: Model) -> Any:
     ]
     after = Probe("after", "residual(7)")
     return [await outcome(client, model, interventions=[edit, after]) for edit in kinds]
+
+
+@scenario
+async def declared_patches(client: Client, model: Model) -> Any:
+    """Of one prompt's values into another, at positions alike and each with its own row; read behind the patch."""
+    reads = [Probe("early", "residual(1)", positions="prompt"), Probe("late", "residual(6)", positions="prompt")]
+    options: Any = {**GREEDY, "max_tokens": 1}
+    saved = await (await client.trace(model, PROMPTS[0], interventions=reads, **options).result()).load()
+    found = []
+    for where, name in (("residual(1)", "early"), ("residual(6)", "late")):
+        (values,) = saved[name]
+        found += [
+            Patch(where, values[-1]),
+            Patch(where, values[:2], positions=[1, 0]),
+            Patch(where, values[0], positions="2:", strength=0.5),
+        ]
+    after = Probe("after", "residual(7)")
+    return [await outcome(client, model, interventions=[edit, after]) for edit in found]
 
 
 @scenario

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
-from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, Features, Hold, Lens, LogitLens, Probe, Reading, Steer
 
+from .conditions import RowCondition, Watch, filled, on_device
 from .ops import Declaration, Op
 
 __all__ = [
@@ -23,7 +24,11 @@ __all__ = [
     "ReadGroup",
     "Results",
     "Rows",
+    "along",
+    "column",
+    "project",
     "raw",
+    "spread",
     "tensors_of",
 ]
 
@@ -40,7 +45,7 @@ class Rows:
         rows = [row for start, count in spans for row in range(start, start + count)]
         self.numbers = np.array(rows, np.int64)
         if rows != list(range(total)):
-            self.index = _to_device(torch.tensor(rows, dtype=torch.int64), device)
+            self.index = on_device(torch.tensor(rows, dtype=torch.int64), device)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of `tensor`; a view of it if they are all rows of the step."""
@@ -56,39 +61,100 @@ class Rows:
 
 
 class Member:
-    """An intervention with its rows in this composition of the batch: the first of them, and how many."""
+    """An intervention with its rows in this composition of the batch: the first of them, and how many.
 
-    __slots__ = ("declaration", "op", "span")
+    Attributes:
+        at: the place of the first of them among all rows of the intervention, which an intervention with a vector for
+            each row needs.
+        place: the intervention's place in its trace's list.
+        index: of the token that the model samples from its first row, in the plan's first step.
+    """
 
-    def __init__(self, declaration: Declaration, op: Op, span: tuple[int, int]) -> None:
+    __slots__ = ("at", "declaration", "index", "op", "place", "span")
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        op: Op,
+        span: tuple[int, int],
+        at: int = 0,
+        *,
+        place: int = 0,
+        index: int = 0,
+    ) -> None:
         self.declaration = declaration
         self.op = op
         self.span = span
+        self.at = at
+        self.place = place
+        self.index = index
 
 
 class Group:
-    """Members that run together at one location. Their vectors are stacked, one a row where they differ."""
+    """Members that run together at one location. Their vectors are stacked, one a row where they differ.
+
+    Attributes:
+        condition: where the members' conditions hold, if they have any.
+        watch: writes what depends on the numbers that the group reads.
+        collector: takes what the group reads at place `site`, if it reads.
+    """
+
+    #: Whether the members' vectors are the same, and not stacked.
+    shares_vectors = False
+    #: Whether it changes the values.
+    edits = False
+    condition: RowCondition | None = None
+    watch: Watch | None = None
+    collector: Collector | None = None
+    site = 0
 
     def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
         self.members = members
         self.rows = rows
         self.residual = residual
-        self.one = members[0].op.one
+        self.one: Any = members[0].op.one
         counts = rows.counts
-        self.matrix = _stacked([member.op.matrix for member in members], counts)
-        self.bias = _stacked([member.op.bias for member in members], counts)
+        self.matrix, self.bias = members[0].op.matrix, members[0].op.bias
+        if not self.shares_vectors:
+            self.matrix = _stacked([member.op.matrix for member in members], counts)
+            self.bias = _stacked([member.op.bias for member in members], counts)
         self.numbers = [
-            _spread([member.op.numbers[index] for member in members], counts, device)
+            spread([member.op.numbers[index] for member in members], counts, device)
             for index in range(len(members[0].op.numbers))
         ]
         if isinstance(self.one, Steer) and self.matrix is not None:
             # [hidden], or [rows, hidden]: scaled once for as long as the batch stays the same.
             vector = self.matrix[..., 0, :]
-            self.addend = vector * _column(self.numbers[0])
+            self.addend = vector * column(self.numbers[0])
+
+    def serve(self, location: LocationValues) -> None:
+        """Read or edit the step's values, where the conditions hold. Raises before anything is written."""
+        if self.condition is None:
+            self.run(location)
+        else:
+            self.run_where(location, self.condition.mask())
+        if self.watch is not None and self.collector is not None:
+            found = self.collector.found[self.site]
+            assert found is not None
+            self.watch.write(found)
 
     def run(self, location: LocationValues) -> None:
-        """Read or edit the step's values. Raises before anything is written."""
+        """Read or edit all rows of the group."""
         raise NotImplementedError
+
+    def run_where(self, location: LocationValues, mask: torch.Tensor) -> None:
+        """Read or edit the rows where `mask` `[rows]` is true."""
+        if self.collector is not None:
+            self.run(location)
+            found = self.collector.found[self.site]
+            assert found is not None
+            self.collector.found[self.site] = filled(found, mask)
+            return
+        halves = location.halves(self.residual)
+        before = [self.rows.take(half).clone() for half in halves]
+        self.run(location)
+        for half, old in zip(halves, before, strict=True):
+            self.rows.put(half, lambda values, old=old: torch.where(mask.unsqueeze(-1), values, old))  # type: ignore[misc]
 
 
 def _stacked(tensors: Sequence[torch.Tensor | None], counts: Sequence[int]) -> torch.Tensor | None:
@@ -100,20 +166,15 @@ def _stacked(tensors: Sequence[torch.Tensor | None], counts: Sequence[int]) -> t
     return torch.stack(repeated)
 
 
-def _spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
+def spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
     """The members' numbers: one for all if they share it, else `[rows]`."""
     if all(number == numbers[0] for number in numbers):
         return numbers[0]
     repeated = [number for number, count in zip(numbers, counts, strict=True) for _ in range(count)]
-    return _to_device(torch.tensor(repeated, dtype=torch.float32), device)
+    return on_device(torch.tensor(repeated, dtype=torch.float32), device)
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a small tensor to the device without waiting for the device's work."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _project(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def project(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """`[rows, hidden]` on `[k, hidden]`, or on `[rows, k, hidden]` of its own for each row: `[rows, k]`."""
     if values.dim() != 2 or values.shape[-1] != matrix.shape[-1]:
         raise ValueError(f"a vector of {matrix.shape[-1]} does not fit values of shape {list(values.shape[1:])}")
@@ -122,7 +183,7 @@ def _project(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vecdot(values.unsqueeze(1), matrix)
 
 
-def _along(coefficients: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def along(coefficients: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """`[rows, k]` times `[k, hidden]` (or `[rows, k, hidden]`): `[rows, hidden]`."""
     if matrix.dim() == 2:
         return coefficients @ matrix
@@ -136,7 +197,7 @@ class Collector:
         self,
         members: list[Member],
         rows: Rows,
-        one: Probe | LogitLens,
+        one: Reading,
         sites: int,
         pattern: bool,
         order: int,
@@ -157,19 +218,27 @@ class Collector:
         if any(found is None for found in self.found):
             return None
         values: torch.Tensor = torch.stack(self.found, 1) if self.pattern else self.found[0]
-        if isinstance(self.one, LogitLens):
+        if isinstance(self.one, Features) and self.one.indices is None:
+            features, activations = values.unbind(-1)
+            return {
+                "features": torch.where(features.isnan(), -1.0, features).to(torch.int32),
+                "activations": activations.contiguous(),
+            }
+        if isinstance(self.one, LogitLens | Lens):
             logits = lens(values.reshape(-1, values.shape[-1]))
             if logits is None:
                 return None
             top = logits.float().topk(min(self.one.top_k, logits.shape[-1]), dim=-1)
             shape = (*values.shape[:-1], top.values.shape[-1])
-            return {"token_ids": top.indices.to(torch.int32).reshape(shape), "logits": top.values.reshape(shape)}
+            # Where a condition does not hold, the values are none, and so are the logits.
+            ids = torch.where(top.values.isnan(), -1, top.indices.to(torch.int32))
+            return {"token_ids": ids.reshape(shape), "logits": top.values.reshape(shape)}
         return {"": values}
 
     @property
     def takes_head(self) -> bool:
         """Whether the read needs the model's head, which all ranks compute together."""
-        return isinstance(self.one, LogitLens) and not any(found is None for found in self.found)
+        return isinstance(self.one, LogitLens | Lens) and not any(found is None for found in self.found)
 
     def reset(self) -> None:
         """Drop the values of the step."""
@@ -185,8 +254,12 @@ class Collector:
     @property
     def counts(self) -> list[int]:
         """Rows of the result for each member."""
-        mean = isinstance(self.one, Probe) and self.one.reduce == "mean"
-        return [1] * len(self.members) if mean else self.rows.counts
+        return [1] * len(self.members) if self.each_one else self.rows.counts
+
+    @property
+    def each_one(self) -> bool:
+        """Whether each member has one row of the result, however many rows it has of the step."""
+        return isinstance(self.one, Hold) or (isinstance(self.one, Probe) and self.one.reduce == "mean")
 
 
 def raw(values: torch.Tensor) -> torch.Tensor:
@@ -264,17 +337,37 @@ def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class ReadGroup(Group):
-    """Reads for a `Probe`, or for a `LogitLens`, into place `site` of a collector."""
-
-    collector: Collector
-    site: int
+    """Reads into place `site` of a collector: for a `Probe` or a `LogitLens`, or what a subclass `reads`."""
 
     def run(self, location: LocationValues) -> None:
-        values = location.values(self.rows, self.residual)
+        values = self.read(location.values(self.rows, self.residual))
+        assert self.collector is not None
+        # A copy: the model writes its buffers anew before the step ends.
+        self.collector.found[self.site] = values.clone() if location.aliases(values) else values
+
+    def run_where(self, location: LocationValues, mask: torch.Tensor) -> None:
+        if not (isinstance(self.one, Probe) and self.one.reduce == "mean"):
+            super().run_where(location, mask)
+            return
+        values = self.projected(location.values(self.rows, self.residual)).float()
+        pieces = zip(values.split(self.rows.counts), mask.split(self.rows.counts), strict=True)
+        assert self.collector is not None
+        self.collector.found[self.site] = torch.stack([filled(piece, held).nanmean(0) for piece, held in pieces])
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        """What the group reads of its rows `[rows, hidden]`."""
+        values, one = self.projected(values), self.one
+        if isinstance(one, Probe) and one.reduce == "mean":
+            parts = values.float().split(self.rows.counts)
+            values = values.float() if self.rows.single else torch.stack([part.mean(0) for part in parts])
+        return values
+
+    def projected(self, values: torch.Tensor) -> torch.Tensor:
+        """The values as a `Probe` has them before their mean."""
         one = self.one
         if isinstance(one, Probe):
             if self.matrix is not None:
-                values = _project(values.float(), self.matrix)
+                values = project(values.float(), self.matrix)
                 if self.bias is not None:
                     values = values + self.bias
                 if one.activation == "sigmoid":
@@ -283,21 +376,34 @@ class ReadGroup(Group):
                     values = values.softmax(-1)
                 if len(one.weight.shape) == 1:
                     values = values.squeeze(-1)
-            elif one.reduce == "norm":
-                values = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
-            if one.reduce == "mean":
-                parts = values.float().split(self.rows.counts)
-                values = values.float() if self.rows.single else torch.stack([part.mean(0) for part in parts])
-        # A copy: the model writes its buffers anew before the step ends.
-        self.collector.found[self.site] = values.clone() if location.aliases(values) else values
+            elif one.reduce in _NORMS:
+                values = torch.linalg.vector_norm(values, _NORMS[one.reduce], dim=-1, dtype=torch.float32)
+            elif one.reduce == "moments":
+                values = _moments(values.float())
+        return values
+
+
+#: The orders of norms.
+_NORMS: Final = {"norm": 2.0, "l1": 1.0, "max": float("inf")}
+
+
+def _moments(values: torch.Tensor) -> torch.Tensor:
+    """The mean, variance, skewness and kurtosis of each row: `[rows, 4]`."""
+    mean = values.mean(-1, keepdim=True)
+    apart = values - mean
+    variance = apart.square().mean(-1, keepdim=True)
+    unit = apart / variance.sqrt().clamp_min(1e-12)
+    return torch.cat([mean, variance, unit.pow(3).mean(-1, keepdim=True), unit.pow(4).mean(-1, keepdim=True)], -1)
 
 
 class EditGroup(Group):
     """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
 
+    edits = True
+
     def run(self, location: LocationValues) -> None:
         if isinstance(self.one, Ablate) and self.matrix is None:
-            factor = _column(self.numbers[0])
+            factor = column(self.numbers[0])
             for half in location.halves(self.residual):
                 self.rows.put(half, lambda values: values.float() * factor)
         else:
@@ -316,18 +422,18 @@ class EditGroup(Group):
                 raise ValueError(f"a vector of {self.addend.shape[-1]} does not fit values of [{location.width}]")
             return self.addend
         assert matrix is not None
-        amounts = _project(location.values(self.rows, self.residual).float(), matrix)
+        amounts = project(location.values(self.rows, self.residual).float(), matrix)
         if isinstance(one, Clamp):
-            low, high = map(_column, self.numbers)
+            low, high = map(column, self.numbers)
             change = torch.minimum(torch.maximum(amounts, _like(low, amounts)), _like(high, amounts)) - amounts
         elif isinstance(one, Ablate):
-            change = amounts * (_column(self.numbers[0]) - 1.0)
+            change = amounts * (column(self.numbers[0]) - 1.0)
         else:
             raise TypeError(f"a {type(one).__name__} does not edit")
-        return _along(change, matrix)
+        return along(change, matrix)
 
 
-def _column(number: float | torch.Tensor) -> float | torch.Tensor:
+def column(number: float | torch.Tensor) -> float | torch.Tensor:
     """A number of each row, to go with the row's features."""
     return number if isinstance(number, float) else number.unsqueeze(-1)
 

@@ -3,87 +3,38 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from tracewire_bus.domain.condition_checks import condition_live
 from tracewire_bus.domain.intervention_checks import live_name, substitute_live
-from tracewire_bus.wire.arrays import array_from_raw
-from tracewire_bus.wire.codec import digest_bytes
-from tracewire_bus.wire.messages import Ablate, Clamp, Failure, LogitLens, Probe, Steer, StopWhen
+from tracewire_bus.wire.messages import Ablate, Clamp, Failure, Hold, LogitLens, Patch, Probe, Reading, Steer, StopWhen
 from tracewire_bus.wire.packing import decoder
-from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.protocol.input_files import InputFolder, vector_path
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.topology import Topology
-from tracewire_engine.worker.tensors import to_tensors
 
-__all__ = ["Declaration", "DecodedCache", "Op", "is_early"]
+from .autoencoder_store import DeviceAutoencoder
+from .conditions import Signals, condition_key
+from .prepared import prepare, spanning_rows
+from .vector_cache import VectorCache
+
+__all__ = ["Declaration", "DecodedCache", "Op", "is_early", "probes_of"]
 
 _placed = decoder(list[Placed])
-
-#: Bytes of vectors kept on the device for further requests that bring the same ones.
-CACHE_BYTES = 256 * 1024 * 1024
+_NO_PROBES: Final[Mapping[str, Probe]] = MappingProxyType({})
 
 #: How many requests' interventions are kept decoded, and of how many bytes each at most.
 REMEMBERED, LONG = 64, 128 * 1024
 
 
-class VectorCache:
-    """Vectors on the device, float32, by the digest of their source: equal vectors are there once.
-
-    A reference stands for the vector in the file that it names in `folder` (`vector_files.py` in the adapter).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.folder: InputFolder = Path()
-        self._vectors: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
-        self._bytes = 0
-
-    def get(
-        self, purpose: str, value: Any, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-    ) -> torch.Tensor:
-        """`make(value)` on the device. `purpose` names what `make` does, and is part of the key.
-
-        Raises:
-            OSError: `value` refers to a vector whose file is not there.
-        """
-        array: np.ndarray[Any, Any] | None = None
-        if isinstance(value, ArrayRef):
-            key = purpose, value.blob.encode()
-        else:
-            array = np.ascontiguousarray(value)
-            key = purpose, digest_bytes(repr((array.dtype.name, array.shape)).encode() + array.tobytes())
-        found = self._vectors.get(key)
-        if found is None:
-            if array is None:
-                array = array_from_raw(value.dtype, value.shape, vector_path(self.folder, value).read_bytes())
-            made = np.array(make(array.astype(np.float32)), dtype=np.float32)
-            found = self._vectors[key] = to_tensors(made, self.device)
-            self._bytes += found.nbytes
-            while self._bytes > CACHE_BYTES and len(self._vectors) > 1:
-                self._bytes -= self._vectors.popitem(last=False)[1].nbytes
-        else:
-            self._vectors.move_to_end(key)
-        return found
-
-
 def _unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector / length if length else vector
-
-
-def _basis(directions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Orthonormal rows that span the given ones."""
-    rows = np.atleast_2d(directions).astype(np.float64)
-    _, sizes, spanning = np.linalg.svd(rows, full_matrices=False)
-    spanned: np.ndarray[Any, Any] = spanning[sizes > sizes.max(initial=0.0) * 1e-6]
-    return spanned
 
 
 class DecodedCache:
@@ -95,13 +46,16 @@ class DecodedCache:
     def __init__(self, device: torch.device) -> None:
         self.vectors = VectorCache(device)
         self._entries: OrderedDict[bytes, tuple[list[Placed], list[Op]]] = OrderedDict()
+        # An entry keeps autoencoders on the device that no request uses.
+        self.vectors.autoencoders.release = self._entries.clear
 
     def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[Op]]:
         """The interventions, and the `Op` of each, in a list that the caller may change."""
         found = self._entries.get(encoded)
         if found is None:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
-            found = placed, [Op(one, live.values, self.vectors) for one in placed]
+            probes = probes_of(placed)
+            found = placed, [Op(one, live.values, self.vectors, probes) for one in placed]
             if len(encoded) > LONG or any(map(_has_live, placed)):
                 return found
             self._entries[encoded] = found
@@ -114,21 +68,38 @@ class DecodedCache:
 
 
 def _has_live(placed: Placed) -> bool:
-    return any(live_name(getattr(placed.intervention, name)) for name in placed.intervention.__struct_fields__)
+    one = placed.intervention
+    return condition_live(one.when) or any(live_name(getattr(one, name)) for name in one.__struct_fields__)
+
+
+def probes_of(placed: list[Placed]) -> dict[str, Probe]:
+    """The probes of a trace by name."""
+    found = (one.intervention for one in placed)
+    return {one.name: one for one in found if isinstance(one, Probe)}
 
 
 class Op:
-    """One intervention of one request, its vectors on the device. Ops with the same `key` can share a group."""
+    """One intervention of one request, its vectors on the device. Ops with the same `key` can share a group.
 
-    __slots__ = ("bias", "key", "matrix", "numbers", "one", "pattern", "sites")
+    Args:
+        placed: the intervention with its locations.
+        live: the values of live parameters by name.
+        vectors: those on the device.
+        probes: the probes of the trace by name, of which controllers use one.
+    """
 
-    def __init__(self, placed: Placed, live: dict[str, Any], vectors: VectorCache) -> None:
+    __slots__ = ("autoencoder", "bias", "key", "matrix", "numbers", "one", "pattern", "sites")
+
+    def __init__(
+        self, placed: Placed, live: dict[str, Any], vectors: VectorCache, probes: Mapping[str, Probe] = _NO_PROBES
+    ) -> None:
         one = self.one = substitute_live(placed.intervention, live)
         self.sites = [(location, residual) for location, residual in placed.sites]
         self.pattern = placed.pattern
         self.matrix: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.numbers: tuple[float, ...] = ()
+        self.autoencoder: DeviceAutoencoder | None = None
         key: tuple[Any, ...] = ()
         if isinstance(one, Probe):
             key = (one.activation, one.reduce)
@@ -151,16 +122,26 @@ class Op:
         elif isinstance(one, Ablate):
             self.numbers = (float(one.keep),)  # type: ignore[arg-type]
             if one.direction is not None:
-                self.matrix = vectors.get("basis", one.direction, _basis)
+                self.matrix = vectors.get("basis", one.direction, spanning_rows)
                 key = (self.matrix.shape,)
+        elif isinstance(one, Patch):
+            self.matrix = vectors.get("rows", one.values, np.atleast_2d)
+            self.numbers = (float(one.strength),)  # type: ignore[arg-type]
+            key = (self.matrix.shape[-1],)
         elif not isinstance(one, StopWhen):  # the adapter checks these
-            assert_never(one)
-        self.key = (type(one).__name__, getattr(one, "positions", ""), self.pattern, *key)
+            key = prepare(self, one, vectors, probes)
+        positions = "" if self.rowwise else getattr(one, "positions", "")
+        self.key = (type(one).__name__, positions, self.pattern, *key, *condition_key(one.when))
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether members that have several rows each, with vectors of their own, can share a group."""
+        return isinstance(self.one, Patch)
 
     @property
     def reads(self) -> bool:
         """Whether the intervention saves a value."""
-        return isinstance(self.one, (Probe, LogitLens))
+        return isinstance(self.one, Reading)
 
 
 class Declaration:
@@ -171,6 +152,13 @@ class Declaration:
         self.choice = choice
         self.live = live
         self._placed, self.ops = decoded.get(encoded, live)
+        #: By the place of an intervention: the slot of its condition on a probe; and of a controller, the slots of its
+        #: probe's value and of its state. And the slot of the last token ids, if a condition needs them.
+        self.slots: dict[int, int] = {}
+        self.controls: dict[int, tuple[int, int]] = {}
+        self.tokens: int | None = None
+        #: Its first row in the plan's steps, and how many rows.
+        self.rows: tuple[int, int] | None = None
         self.reads = any(op.reads for op in self.ops)
         self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
         self.locations = [location for op in self.ops for location, _ in op.sites]
@@ -190,9 +178,43 @@ class Declaration:
         found = False
         for place, placed in enumerate(self._placed):
             if _has_live(placed):
-                self.ops[place] = Op(placed, self.live.values, vectors)
+                self.ops[place] = Op(placed, self.live.values, vectors, probes_of(self._placed))
                 found = True
         return found
+
+    def attach(self, signals: Signals) -> None:
+        """Take slots for what steps leave for later ones."""
+        for place, op in enumerate(self.ops):
+            when = op.one.when
+            if when is not None and when.probe is not None:
+                self.slots[place] = signals.take()
+            if when is not None and when.tokens and self.tokens is None:
+                self.tokens = signals.take()
+            if isinstance(op.one, Hold):
+                self.controls[place] = signals.take(), signals.take()
+                # No error is known yet.
+                signals.states[self.controls[place][1], 1] = float("nan")
+
+    def begin_rows(self, signals: Signals, start: int, count: int, first: int) -> None:
+        """Note the request's rows in a plan: from `start` on, `count` of them, from its position `first` on."""
+        self.rows = start, count
+        if not first and self.tokens is not None:
+            signals.forget_tokens(self.tokens)
+
+    def detach(self, signals: Signals) -> None:
+        """Give the slots back."""
+        taken = [*self.slots.values(), *(slot for both in self.controls.values() for slot in both)]
+        signals.give_back(taken if self.tokens is None else [*taken, self.tokens])
+        self.slots, self.controls, self.tokens = {}, {}, None
+
+    def split_by(self, here: Callable[[str], bool]) -> str | None:
+        """The name of a probe that another intervention depends on and that is on another pipeline stage than it."""
+        homes = {op.one.name: here(op.sites[0][0]) for op in self.ops if isinstance(op.one, Probe)}
+        for op in self.ops:
+            for name in (op.one.when.probe if op.one.when is not None else None, getattr(op.one, "probe", None)):
+                if name is not None and any(here(location) != homes[name] for location, _ in op.sites):
+                    return str(name)
+        return None
 
 
 def is_early(encoded: bytes, topology: Topology) -> bool:

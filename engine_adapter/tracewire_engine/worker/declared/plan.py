@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from tracewire_bus.wire.messages import Failure, LogitLens, Probe
-from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
+from tracewire_bus.wire.messages import Failure, Lens, LogitLens, Reading
+from tracewire_engine.protocol.messages import Batch, Layout
 from tracewire_engine.worker.blocks.live_params import LiveRun
-from tracewire_engine.worker.host_copy import TORCH_DTYPES
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 
+from .conditions import Signals, Windows
+from .connections import connect, made_windows
 from .graph_proof import GraphProof, tensors_in
 from .groups import (
     Arrangement,
     Collector,
-    EditGroup,
     Group,
     LocationValues,
     Member,
@@ -37,8 +37,11 @@ from .groups import (
     raw,
     tensors_of,
 )
-from .ops import Declaration, DecodedCache, Op
+from .kinds import group_kind
+from .layouts import made_layout
+from .ops import Declaration, DecodedCache
 from .recorded_plans import KernelRecorder, RecordedKernels
+from .spans import Chunk, spans_of
 from .tap_buffers import StepTable, TapBuffers
 
 __all__ = ["DeclaredRequests", "LocationHook"]
@@ -61,12 +64,12 @@ class LocationHook:
         #: The addresses of the values at the recording, and the tensors that the groups read then. Each replay writes
         #: these tensors anew.
         self._addresses: tuple[int, ...] = ()
-        self._found: list[tuple[ReadGroup, torch.Tensor | None]] = []
+        self._found: list[tuple[Collector, int, torch.Tensor | None]] = []
 
     @property
     def edits(self) -> bool:
         """Whether any group changes the value."""
-        return any(isinstance(group, EditGroup) for group in self.groups)
+        return any(group.edits for group in self.groups)
 
     def replay(self, value: Any) -> None:
         """Like `run`, for a value at the same address in all of the plan's steps, as in CUDA graphs.
@@ -83,8 +86,8 @@ class LocationHook:
         if self._recorded is None or addresses != self._addresses:
             return self.run(value)
         self._recorded.replay()
-        for group, found in self._found:
-            group.collector.found[group.site] = found
+        for collector, site, found in self._found:
+            collector.found[site] = found
         plan.replayed += 1
         return None
 
@@ -94,11 +97,13 @@ class LocationHook:
         def serve() -> None:
             values = LocationValues(value, self.side, self._owner.total, self._owner.sums)
             for group in self.groups:
-                group.run(values)
+                group.serve(values)
 
         self._recorded = self._owner.recorder.record(serve)
         self._found = [
-            (group, group.collector.found[group.site]) for group in self.groups if isinstance(group, ReadGroup)
+            (group.collector, group.site, group.collector.found[group.site])
+            for group in self.groups
+            if group.collector is not None
         ]
         return self._recorded is not None
 
@@ -125,7 +130,7 @@ class LocationHook:
     def _run(self, values: LocationValues, groups: list[Group]) -> None:
         for group in list(groups):
             try:
-                group.run(values)
+                group.serve(values)
             except Exception as error:
                 self.groups.remove(group)
                 self._owner.fail(group.members, error)
@@ -169,6 +174,11 @@ class _Plan:
         self.tabled = False
         self.buffered = False
         self.unread = False
+        #: The last token ids of each row, if a condition needs them; whether there is any condition or controller.
+        self.windows: Windows | None = None
+        self.conditional = False
+        #: Whether the step has begun whose end is to be noted.
+        self.under_way = False
         #: By `buffered`.
         self.joins = {False: _Join(), True: _Join()}
 
@@ -186,6 +196,9 @@ class DeclaredRequests:
         self.total = 0
         self.plan: _Plan | None = None
         self.recorder = KernelRecorder(device)
+        #: What steps leave for later ones; and what returns the token ids of the step under way, on the device.
+        self.signals = Signals(device)
+        self.ids: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.int32)
         self._device = device
         self._layouts = 0
         #: Under pipeline parallelism, whether a location is on this stage.
@@ -200,8 +213,14 @@ class DeclaredRequests:
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Add the declared interventions of a new request, by the scheduler's name of the request."""
+        self._end_step()
         self.live[request_id] = declaration
         declaration.id = request_id
+        declaration.attach(self.signals)
+        apart = declaration.split_by(self.here) if self.here is not None else None
+        if apart is not None:
+            message = f"the probe {apart!r} is on another pipeline stage than what depends on it: move one of them"
+            self._failed(declaration, Failure(type="OtherStage", message=message, field="interventions"))
         self.stale = True
 
     def update_live(self, run: LiveRun) -> None:
@@ -219,6 +238,8 @@ class DeclaredRequests:
         """Remove and return the declared interventions of a request that is over; `None` if it has none."""
         found = self.live.pop(request_id, None)
         if found is not None:
+            self._end_step()
+            found.detach(self.signals)
             self.stale = True
         return found
 
@@ -257,10 +278,18 @@ class DeclaredRequests:
             )
         return bool(agreed)
 
+    def _end_step(self) -> None:
+        """Note what later steps need of the last one, once."""
+        plan = self.plan
+        if plan is not None and plan.windows is not None and plan.under_way:
+            plan.under_way = False
+            plan.windows.end_step()
+
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, req_ids: list[str], scheduled: dict[str, int], total: int, states: Mapping[str, Any]) -> None:
         """Plan a step: `req_ids` in the order of the flat batch's rows, and how many tokens of each it computes."""
+        self._end_step()
         if not self.live:
             self.plan, self.hooks = None, {}
             return
@@ -282,6 +311,9 @@ class DeclaredRequests:
             plan.steps += 1
             plan.replayed = 0
             plan.buffered = plan.unread = False
+        if plan.conditional:
+            plan.under_way = True
+            self.signals.tick.fill_(plan.steps)
         self.hooks = plan.hooks
 
     def fits_buffers(self, *, serving: bool) -> bool:
@@ -369,14 +401,14 @@ class DeclaredRequests:
                 plan.steady &= first >= prompt
                 plan.declarations.append((declaration, first + count, first + count - prompt))
                 plan.reads |= declaration.reads
+                declaration.begin_rows(self.signals, start, count, first)
                 for order, op in enumerate(declaration.ops):
-                    span = _span(op, declaration.seen, start, first, count, prompt)
-                    if span[1]:
+                    for member in self._members(declaration, order, Chunk(start, first, count, prompt)):
                         key: tuple[Any, ...] = (order, tuple(op.sites), op.key)
-                        if span[1] > 1:
+                        if member.span[1] > 1 and not op.rowwise:
                             # Vectors are not spread over a prompt's rows: each vector has a group of its own.
                             key += (id(op.matrix), id(op.bias), op.numbers)
-                        gathered.setdefault(key, []).append(Member(declaration, op, span))
+                        gathered.setdefault(key, []).append(member)
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
         for (order, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
@@ -386,7 +418,7 @@ class DeclaredRequests:
                 rows = known[spans] = Rows(spans, total, self._device)
             op = members[0].op
             collector = None
-            if isinstance(op.one, (Probe, LogitLens)):
+            if isinstance(op.one, Reading):
                 collector = Collector(members, rows, op.one, len(sites), op.pattern, order)
                 plan.collectors.append(collector)
             for place, (location, residual) in enumerate(sites):
@@ -396,14 +428,26 @@ class DeclaredRequests:
                         join.tried |= collector is not None
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
-                group: Group
+                group = group_kind(op)(members, rows, residual, self._device)
                 if collector is not None:
-                    group = ReadGroup(members, rows, residual, self._device)
                     group.collector, group.site = collector, place
-                else:
-                    group = EditGroup(members, rows, residual, self._device)
                 hook.groups.append(group)
+        groups = [group for hook in plan.hooks.values() for group in hook.groups]
+        plan.windows = made_windows(self.signals, [one for one, *_ in plan.declarations], total, self.ids)
+        plan.conditional = connect(self.signals, groups, plan.windows)
         return plan
+
+    def _members(self, declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
+        """An intervention's rows in a step. An intervention that does not fit the prompt fails."""
+        op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
+        try:
+            return [
+                Member(declaration, op, (start, count), at, place=place, index=index + start)
+                for start, count, at in spans_of(op, declaration, chunk)
+            ]
+        except ValueError as error:
+            self.fail([Member(declaration, op, (chunk.start, 0))], error)
+            return []
 
     def check_reached(self) -> None:
         """Fail the interventions whose location the forward pass of a plan's first step did not reach."""
@@ -503,7 +547,8 @@ class DeclaredRequests:
         arrangement = Arrangement(found)
         changed = None
         if plan.layout is None or self.stale:
-            changed = plan.layout = self._layout(plan, arrangement)
+            self._layouts += 1
+            changed = plan.layout = made_layout(self._layouts, plan.declarations, plan.steps, arrangement)
             plan.laid_out = plan.steps
         flat = arrangement.join()
         return changed, self._batch(plan), flat
@@ -518,7 +563,7 @@ class DeclaredRequests:
 
         The reads of a logit lens are not recorded: they run the model's head, whose kernels are vLLM's.
         """
-        if not plan.collectors or any(isinstance(collector.one, LogitLens) for collector in plan.collectors):
+        if not plan.collectors or any(isinstance(collector.one, LogitLens | Lens) for collector in plan.collectors):
             return
         only = plan.collectors[0] if len(plan.collectors) == 1 else None
         if only is not None and not only.pattern and only.found[0] is not None and only.found[0].is_contiguous():
@@ -537,45 +582,3 @@ class DeclaredRequests:
         plan.unread = buffered
         if join.kernels is not None:
             join.flat = joined[0]
-
-    def _layout(self, plan: _Plan, arrangement: Arrangement) -> Layout:
-        slots: dict[int, list[Slot]] = {id(declaration): [] for declaration, *_ in plan.declarations}
-        for collector, places in arrangement.places:
-            parts: list[list[Part]] = [[] for _ in collector.members]
-            mean = isinstance(collector.one, Probe) and collector.one.reduce == "mean"
-            for name, values, offset, stride in places:
-                size = values.nbytes // max(1, values.shape[0])
-                dtype = TORCH_DTYPES[values.dtype]
-                tail = tuple(values.shape[1:])
-                row = 0
-                for index, count in enumerate(collector.counts):
-                    shape = tail if mean or collector.one.positions == "last" else (count, *tail)
-                    parts[index].append(Part(name, dtype, shape, offset + row * stride, count * size))
-                    row += count
-            for member, own in zip(collector.members, parts, strict=True):
-                name = getattr(member.op.one, "name", "")
-                slots[id(member.declaration)].append(Slot(name, own))
-        self._layouts += 1
-        entries = []
-        for declaration, _, first in plan.declarations:
-            # A negative index: the prompt is not computed to its end, and the step samples no token.
-            if declaration.reads and first >= 0:
-                items = slots[id(declaration)]
-                entries.append(LayoutEntry(declaration.request, declaration.choice, first + plan.steps, items))
-        return Layout(self._layouts, entries)
-
-
-def _span(op: Op, seen: int, start: int, first: int, count: int, prompt: int) -> tuple[int, int]:
-    """The rows of an intervention: the first of them, and how many.
-
-    The request's rows begin at `start` and hold `count` of its positions, from `first` on; its prompt has `prompt`.
-    """
-    positions, end = getattr(op.one, "positions", "last"), first + count
-    if op.reads:
-        if positions == "last":
-            return (start + count - 1, 1) if end >= prompt else (start, 0)
-        low = max(first, seen, prompt if positions == "generated" else 0)
-    else:
-        low = max(first, {"generated": prompt, "last": prompt - 1}.get(positions, 0))
-    high = min(end, prompt) if positions == "prompt" else end
-    return start + low - first, max(0, high - low)

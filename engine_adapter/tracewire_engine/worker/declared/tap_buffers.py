@@ -6,8 +6,8 @@ stands a kernel at each tap (`tap_kernel.py`). The kernel reads a table of the s
 and which vectors are added to which rows. A step whose interventions fit into the table runs as one launch, whatever
 the number of layers, and the reads are taken from the buffer afterwards. The table is written when the plan changes.
 
-These fit: probes and logit lenses, and one `Steer` of a request at a location, whose reads there are all before it or
-all after it. Other steps replay the graph with breaks: those with blocks, with `Clamp` or `Ablate`, and with values of
+These fit: what only reads, and one `Steer` of a request at a location, whose reads there are all before it or all after
+it. Other steps replay the graph with breaks: those with blocks, with other edits, with conditions, and with values of
 another shape than the residual stream.
 """
 
@@ -60,6 +60,8 @@ class StepTable:
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
+        if group.condition is not None or group.watch is not None:
+            return False
         rows = group.rows.numbers
         flags = self.numbers[0, tap, rows]
         if isinstance(group, ReadGroup):

@@ -16,7 +16,7 @@ import tracewire
 from tests.support.bus_engine import Stage, engine_info, tiny
 from tests.support.scripted_engine import ScriptedEngine, info, serving
 from tests.support.vectors import encoded
-from tracewire import Ablate, Clamp, Client, Probe, Steer, TraceRejected
+from tracewire import Ablate, Clamp, Client, Patch, Probe, Steer, TraceRejected
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain import limits
 from tracewire_bus.domain.limit_table import Limits
@@ -291,3 +291,27 @@ async def test_an_adapter_checks_what_a_client_of_another_kind_sends(bus: Bus, t
             if says:
                 assert event.error.field == "interventions[0].vector"  # type: ignore[union-attr]
                 assert says in event.error.message  # type: ignore[union-attr]
+
+
+async def test_an_array_that_another_trace_saved_is_downloaded_for_the_next(client: Client, engine: Engine) -> None:
+    """A reference of a result goes into an intervention as it is, and travels as an array or as a vector."""
+    taken: list[Any] = []
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        taken.append(stage.submission.interventions)
+        await stage.save("!", {"hs": await stage.store(np.ones(8, np.float32), "hs")})
+        await stage.final()
+
+    async with engine(script):
+        first = await client.trace("tiny", "a").result()
+        (ref,) = first.saves["hs"]
+        assert isinstance(ref, ArrayRef)
+        await client.trace("tiny", "a", interventions=[Patch("residual(0)", ref), Steer("residual(1)", ref)]).result()
+        one, other = taken[-1]
+        assert one.values.tolist() == other.vector.tolist() == [1.0] * 8
+        lost = ArrayRef("float32", (8,), bytes(16), "gone", "hs", ref._load)
+        with pytest.raises(TraceRejected) as caught:
+            await client.trace("tiny", "a", interventions=[Patch("residual(0)", lost)]).result()
+    assert caught.value.field == "interventions[0].values"
+    assert len(taken) == 2

@@ -1,0 +1,29 @@
+"""The declared intervention that replaces values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .declared_base import DeclaredIntervention, Live
+
+__all__ = ["Patch"]
+
+
+class Patch(DeclaredIntervention, tag="patch"):
+    """Replaces the values at a location by `values`, at some positions.
+
+    `positions` are positions of the prompt: an index, a list of indices, or a slice such as `"2:5"`. Negative ones
+    count from the prompt's end. Or they are a name of `Positions`, such as `generated`.
+
+    `values` has shape `[width]`, for all positions alike, or `[positions, width]`, one row for each position in order.
+    The width of `residual(...)` is the model's hidden size. Where `at` names several locations, all get the same.
+    Values can be a reference to an array that another trace saved (`ArrayRef`).
+
+    `strength` is how far the old value goes to the new one: 1 replaces it, 0 leaves it, 0.5 is their mean. A value with
+    two halves, as a residual stream can have, is replaced as a whole: the sum of both is the new value.
+    """
+
+    at: str
+    values: Any
+    positions: int | str | list[int] = -1
+    strength: float | Live = 1.0

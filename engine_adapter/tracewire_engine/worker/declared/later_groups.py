@@ -1,0 +1,152 @@
+"""Groups of lenses with maps, subspaces, features and controllers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .conditions import Signals, on_device
+from .groups import EditGroup, LocationValues, ReadGroup, along, column, project
+
+__all__ = ["CoordinatesGroup", "FeaturesGroup", "HoldGroup", "LensGroup", "ProjectGroup", "SteerFeaturesGroup"]
+
+
+class LensGroup(ReadGroup):
+    """Reads for a `Lens`: residual streams, mapped."""
+
+    shares_vectors = True
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.matrix is not None
+        stream = values.float()
+        mapped = stream @ self.matrix[self._place(self.matrix)].T
+        if self.bias is not None:
+            mapped = mapped + self.bias[self._place(self.bias)]
+        return (stream + mapped if self.one.add else mapped).to(values.dtype)
+
+    def _place(self, maps: torch.Tensor) -> int:
+        return self.site if len(maps) > 1 else 0
+
+
+class CoordinatesGroup(ReadGroup):
+    """Reads for `Coordinates`."""
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.matrix is not None
+        return project(values.float(), self.matrix)
+
+
+class ProjectGroup(EditGroup):
+    """Edits for a `Project`."""
+
+    def _delta(self, location: LocationValues) -> torch.Tensor:
+        assert self.matrix is not None
+        values = location.values(self.rows, self.residual).float()
+        inside = along(project(values, self.matrix), self.matrix)
+        return (-inside if self.one.remove else inside - values) * column(self.numbers[0])
+
+
+class FeaturesGroup(ReadGroup):
+    """Reads for `Features`: the activations of chosen features, or the greatest ones with their features."""
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        sae, stream = self.members[0].op.autoencoder, values.float()
+        assert sae is not None
+        if self.matrix is not None:
+            assert self.bias is not None
+            count = self.bias.shape[-2]
+            return sae.of_products(project(stream, self.matrix[..., :count, :]), self.bias, stream)
+        top = sae.activations(stream).topk(min(self.one.top_k, sae.one.features), dim=-1)
+        found = top.values > column(self.numbers[0])
+        # Features are whole numbers below 2 ** 24, which float32 holds exactly.
+        features = torch.where(found, top.indices.float(), -1.0)
+        return torch.stack([features, torch.where(found, top.values, 0.0)], -1)
+
+
+class SteerFeaturesGroup(EditGroup):
+    """Edits for `SteerFeatures`."""
+
+    def _delta(self, location: LocationValues) -> torch.Tensor:
+        sae, values = self.members[0].op.autoencoder, location.values(self.rows, self.residual).float()
+        assert sae is not None
+        assert self.matrix is not None
+        assert self.bias is not None
+        count = self.bias.shape[-2]
+        now = sae.of_products(project(values, self.matrix[..., :count, :]), self.bias, values)
+        add, scale, low, high = map(column, self.numbers)
+        wanted = torch.minimum(torch.maximum(now * scale + add, _rows(low, now)), _rows(high, now))
+        return along(wanted - now, self.matrix[..., count:, :])
+
+
+class HoldGroup(EditGroup):
+    """Edits for a `Hold`. The strengths are reads, too."""
+
+    #: Set when the plan is made.
+    signals: Signals
+
+    def begin(self, signals: Signals) -> None:
+        """Find the members' slots, and the last row of each."""
+        device, counts = signals.device, self.rows.counts
+        self.signals = signals
+        controls = np.array([one.declaration.controls[one.place] for one in self.members], np.int64)
+        self._values, self._states = (
+            on_device(torch.from_numpy(np.ascontiguousarray(slots)), device) for slots in controls.T
+        )
+        self._owners = on_device(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
+        self._lasts = on_device(torch.from_numpy(np.cumsum(counts) - 1), device)
+
+    def run(self, location: LocationValues) -> None:
+        self._run(location, None)
+
+    def run_where(self, location: LocationValues, mask: torch.Tensor) -> None:
+        self._run(location, mask)
+
+    def _run(self, location: LocationValues, mask: torch.Tensor | None) -> None:
+        assert self.matrix is not None
+        vector = self.matrix[..., 0, :]
+        if location.width != vector.shape[-1]:
+            raise ValueError(f"a vector of {vector.shape[-1]} does not fit values of [{location.width}]")
+        strengths = self._exact(location, vector) if self.one.gain is None else self._controlled(mask)
+        if mask is not None:
+            strengths = torch.where(mask, strengths, 0.0)
+        delta = strengths.unsqueeze(-1) * vector
+        before = self.rows.take(location.hidden).clone() if mask is not None else None
+        self.rows.put(location.hidden, lambda values: values.float() + delta)
+        if before is not None and mask is not None:
+            self.rows.put(location.hidden, lambda values: torch.where(mask.unsqueeze(-1), values, before))
+        location.edited()
+        assert self.collector is not None
+        self.collector.found[self.site] = strengths.index_select(0, self._lasts)
+
+    def _exact(self, location: LocationValues, vector: torch.Tensor) -> torch.Tensor:
+        """The strengths with which the probe's values are the targets, within the bounds: `[rows]`."""
+        assert self.bias is not None
+        target, low, high, offset = self.numbers
+        weight = self.bias[..., 0, :]
+        now = (location.values(self.rows, self.residual).float() * weight).sum(-1) + offset
+        wanted = ((target - now) / (vector * weight).sum(-1)).nan_to_num(0.0)
+        return torch.minimum(torch.maximum(wanted, _rows(low, wanted)), _rows(high, wanted))
+
+    def _controlled(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """The strengths of this step by the controllers, whose states go on: `[rows]`."""
+        target, low, high, gain, proportional = (self._of_members(number) for number in self.numbers)
+        state = self.signals.states.index_select(0, self._states)
+        before, last_error = state.unbind(1)
+        error = target - self.signals.values.index_select(0, self._values)
+        change = gain * error + torch.where(last_error.isnan(), 0.0, proportional * (error - last_error))
+        strength = torch.where(error.isnan(), before, before + change)
+        strength = torch.minimum(torch.maximum(strength, low), high)
+        after = torch.stack([strength, torch.where(error.isnan(), last_error, error)], 1)
+        if mask is not None:
+            after = torch.where(mask.index_select(0, self._lasts).unsqueeze(-1), after, state)
+        self.signals.states.index_copy_(0, self._states, after)
+        return strength.index_select(0, self._owners)
+
+    def _of_members(self, number: float | torch.Tensor) -> torch.Tensor:
+        if isinstance(number, float):
+            return torch.full((len(self.members),), number, device=self.signals.device)
+        return number.index_select(0, self._lasts)
+
+
+def _rows(number: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(other, number) if isinstance(number, float) else number

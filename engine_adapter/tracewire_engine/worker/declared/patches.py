@@ -1,0 +1,49 @@
+"""Patches of several requests that run together at one location."""
+
+from __future__ import annotations
+
+import torch
+
+from .groups import Group, LocationValues, Member, Rows, column, spread
+
+__all__ = ["PatchGroup"]
+
+
+class PatchGroup(Group):
+    """Writes the values of `Patch`es to their rows, in place."""
+
+    edits = True
+
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        self.members, self.rows, self.residual = members, rows, residual
+        #: float32 `[rows, width]`: the new value of each row. It is not spread before the location is reached.
+        self._sources = [(member.op.matrix, member.at) for member in members]
+        self._values: torch.Tensor | None = None
+        self._strength = spread([member.op.numbers[0] for member in members], rows.counts, device)
+
+    def run(self, location: LocationValues) -> None:
+        values = self._spread()
+        if values.shape[-1] != location.width:
+            raise ValueError(f"values of [{values.shape[-1]}] do not fit values of [{location.width}]")
+        if not isinstance(self._strength, float) or self._strength != 1.0:
+            # By `lerp`, a strength of 1 is exactly the new value.
+            values = torch.lerp(location.values(self.rows, self.residual).float(), values, column(self._strength))
+        first, *others = location.halves(self.residual)
+        self.rows.put(first, lambda _: values)
+        for half in others:
+            # So that the sum of the halves is exactly the new value.
+            self.rows.put(half, torch.zeros_like)
+        location.edited()
+
+    def _spread(self) -> torch.Tensor:
+        if self._values is None:
+            pieces = [
+                _rows(matrix, at, count) for (matrix, at), count in zip(self._sources, self.rows.counts, strict=True)
+            ]
+            self._values = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return self._values
+
+
+def _rows(matrix: torch.Tensor | None, at: int, count: int) -> torch.Tensor:
+    assert matrix is not None
+    return matrix.expand(count, -1) if len(matrix) == 1 else matrix[at : at + count]

@@ -1,0 +1,20 @@
+"""Every kind of declared intervention has a class of groups that runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tracewire_bus.wire.messages import Patch, Probe, Steer
+from tracewire_engine.worker.declared.groups import EditGroup, ReadGroup
+from tracewire_engine.worker.declared.kinds import group_kind
+from tracewire_engine.worker.declared.patches import PatchGroup
+
+
+def test_a_kind_has_its_own_group_or_that_of_all_reads_or_edits() -> None:
+    def of(one: Any) -> type:
+        return group_kind(cast(Any, SimpleNamespace(one=one, reads=isinstance(one, Probe))))
+
+    assert of(Patch("", None)) is PatchGroup
+    assert of(Probe("p", "")) is ReadGroup
+    assert of(Steer("", None)) is EditGroup
