@@ -118,6 +118,7 @@ from .errors import (
     InvalidEdit,
     InvalidKey,
     InvalidRequestError,
+    InvalidRules,
     InvalidUrl,
     LibraryMissing,
     MalformedEvent,
@@ -165,6 +166,8 @@ from .errors import (
     VersionConflict,
     WrongEventLoop,
 )
+from .guards.alarm import Alarm, Decision
+from .guards.guard import Guard
 from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
 from .progress import HarvestProgress
 from .public import publish
@@ -178,6 +181,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ablate",
     "Accepted",
+    "Alarm",
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
@@ -201,6 +205,7 @@ __all__ = [
     "ConnectError",
     "DeadLetter",
     "DeadLetters",
+    "Decision",
     "DeclaredIntervention",
     "Draining",
     "Duration",
@@ -223,6 +228,7 @@ __all__ = [
     "FirstToken",
     "Fold",
     "Gap",
+    "Guard",
     "HarvestConflict",
     "HarvestMissing",
     "HarvestOptions",
@@ -235,6 +241,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidKey",
     "InvalidRequestError",
+    "InvalidRules",
     "InvalidUrl",
     "Invoke",
     "Item",
