@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
 
 from tracewire.errors import BusUnavailable, ClientClosed, EventsLost, TracewireError
 from tracewire.traces.output import Gap, Output, Restarted
@@ -177,6 +176,8 @@ def number_of(item: Any, output: int | None) -> float:
     Raises:
         ValueError: there is no such number, or there are several and `output` is None.
     """
+    import numpy as np
+
     if is_array(item) or isinstance(item, bool | int | float) or (isinstance(item, list) and item):
         array = np.asarray(item)
     else:

@@ -49,11 +49,12 @@ async def test_decisions_are_printed(client: Client, bus: Bus, tmp_path: Path, d
     more = ("--json", "--audit", str(audit), *(["--dry-run"] if dry else []))
     process = guard_process(client.url, bus.keys.prefix, path, "g", *more)
     with anyio.fail_after(60):
-        async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.01)), info()):
+        async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.02)), info()):
             try:
                 await client.models.get("tiny", timeout=60)
+                await until(lambda: bus.command("HEXISTS", bus.keys.watch_groups(), "guards"))
                 status = await client.trace("tiny", name, acts, max_tokens=200, trace_id=name, detach=True).until_done()
-                await until(lambda: len(audited(audit)) == decided)
+                await until(lambda: len(audited(audit)) >= decided)
                 process.send_signal(signal.SIGTERM)
                 printed, _ = await anyio.to_thread.run_sync(process.communicate)
             finally:
@@ -61,5 +62,7 @@ async def test_decisions_are_printed(client: Client, bus: Bus, tmp_path: Path, d
     assert process.returncode == 0
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["alarm"]["token"] for line in lines] == alarms_of(name, 200)[: len(lines)]
-    assert {(line["outcome"], line["do"]) for line in lines} == {("dry run" if dry else "done", "cancel")}
+    assert (lines[0]["outcome"], lines[0]["do"]) == ("dry run" if dry else "done", "cancel")
+    # Tokens that came before the cancellation may set off alarms, too.
+    assert {line["outcome"] for line in lines[1:]} <= {"dry run" if dry else "late"}
     assert status == ("finished" if dry else "cancelled")
