@@ -316,6 +316,14 @@ def test_policy() -> None:
         assert found["tokens_per_s"][side] == pytest.approx(4 * found["submissions_per_s"][side], rel=0.5)
 
 
+def test_guards() -> None:
+    found = figures("guards", "--traces", "8", "--tokens", "40", "--step-ms", "20")
+    assert found["alarms"] > 0
+    assert found["missed"] == 0
+    in_order(found["asked_ms"])
+    in_order(found["paused_ms"])
+
+
 @own_engine
 @pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("--inline",)], ids=["blobs", "inline"])

@@ -66,7 +66,7 @@ _HOMES = {
 }
 #: What mkdocstrings does on some pages otherwise than mkdocs.yml says.
 _OPTIONS = {
-    "client": {"show_if_no_docstring": True},
+    "client": {"inherited_members": True, "show_if_no_docstring": True},
     "interventions": {"show_if_no_docstring": True},
     # Callers make none of these themselves.
     "traces": {"inherited_members": True, "merge_init_into_class": False, "show_bases": False},

@@ -128,6 +128,7 @@ from .errors import (
     InvalidEdit,
     InvalidKey,
     InvalidRequestError,
+    InvalidRules,
     InvalidUrl,
     LibraryMissing,
     MalformedEvent,
@@ -177,6 +178,9 @@ from .errors import (
 )
 from .options import HarvestOptions, SamplingOptions, SweepOptions, TraceOptions, WithOptions
 from .patch_sweep import PatchSweep
+from .guards.alarm import Alarm, Decision
+from .guards.guard import Guard
+from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
 from .progress import HarvestProgress
 from .public import publish
 from .submission import Prompt, PromptInput
@@ -189,6 +193,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ablate",
     "Accepted",
+    "Alarm",
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
@@ -214,6 +219,7 @@ __all__ = [
     "Coordinates",
     "DeadLetter",
     "DeadLetters",
+    "Decision",
     "DeclaredIntervention",
     "Draining",
     "Duration",
@@ -237,6 +243,7 @@ __all__ = [
     "FirstToken",
     "Fold",
     "Gap",
+    "Guard",
     "HarvestConflict",
     "HarvestMissing",
     "HarvestOptions",
@@ -250,6 +257,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidKey",
     "InvalidRequestError",
+    "InvalidRules",
     "InvalidUrl",
     "Invoke",
     "Item",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import anyio
 
 from tracewire.traces import control
 from tracewire.traces.control import check_trace_id
 from tracewire.traces.event_reader import EventReader
+from tracewire.traces.session import Session
 from tracewire.traces.state import State
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.trace_records import LiveState
@@ -18,9 +19,6 @@ from tracewire_bus.wire.ids import parse_id
 from .checks import Duration
 from .error_mapping import bus_errors
 from .errors import UnknownTrace
-
-if TYPE_CHECKING:
-    from tracewire.traces.session import Session
 
 __all__ = ["ControlMethods"]
 

@@ -46,6 +46,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidKey",
     "InvalidRequestError",
+    "InvalidRules",
     "InvalidUrl",
     "LibraryMissing",
     "MalformedEvent",
@@ -685,6 +686,21 @@ class TokenizerUnavailable(NotFoundError):
 
 class BlockOnly(InvalidRequestError, AttributeError):
     """The attribute or function exists only inside a block, which the engine runs."""
+
+
+class InvalidRules(InvalidRequestError):
+    """The rules of a guard are wrong.
+
+    Attributes:
+        rule: the name of the rule at fault; `""` if it is not about one rule.
+        field: the field at fault, as the rules have it; `""` if they cannot be read at all.
+    """
+
+    def __init__(self, rule: str, field: str, message: str) -> None:
+        where = f"rule {rule!r}, {field}: " if rule else f"{field}: " if field else ""
+        super().__init__(f"{where}{message}")
+        self.rule = rule
+        self.field = field
 
 
 class UnknownPosition(InvalidRequestError):

@@ -22,7 +22,7 @@ from tracewire_bus.transport.scripts import FOLDER, Script, assemble
 
 __all__ = ["ROLES", "SERVERS", "Role", "all_scripts", "rules", "users"]
 
-Role: TypeAlias = Literal["consumer", "controller", "editor", "operator", "engine"]
+Role: TypeAlias = Literal["consumer", "controller", "guard", "editor", "operator", "engine"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 #: The servers for which there are rules: Redis 6.2, which does not tell reading from writing, and later ones.
@@ -51,23 +51,33 @@ class _Rights(NamedTuple):
 
 _FOLLOWED: Final = ("events", "trace", "blobs", "snapshot")
 _CONSUMER: Final = (*(f"R {{t*}}:{part}:OWN" for part in _FOLLOWED), "R {*}:edit-saves:*", *_REGISTRY)
+_CONTROLLER: Final = _Rights(
+    (
+        *(f"RW {{t*}}:{part}:OWN" for part in _TRACE),
+        *("RW {t*}:firehose", "RW {t*}:deadlines", "RW {t*}:ended", "RW {t*}:ended-bytes"),
+        # A cluster finds the slot of control streams by the name without an engine.
+        *("RW {t*}:control:", "W {t*}:control:*"),
+        *(f"RW {{*}}:queue:{part}" for part in _QUEUE),
+        *("W {*}:queue:data", "RW {*}:submitted:OWN", "RW lease:*", "RW vector:*"),
+        *("R {*}:edit-saves:*", *_REGISTRY),
+    ),
+    (
+        *("record_create", "record_forget", "record_steer", "record_cancel", "record_pause", "record_sweep"),
+        *("queue_put", "queue_withdraw", "renew", "blob_begin", "expire_once"),
+    ),
+    (*_READS, "hset", "del", "expire", "info", "memory|usage", "zcard", "zrange"),
+)
 _RIGHTS: Final[dict[Role, _Rights]] = {
     "consumer": _Rights((*_CONSUMER, "R {t*}:firehose"), (), _READS),
-    "controller": _Rights(
+    "controller": _CONTROLLER,
+    # A controller that shares lifecycle events with others, and marks what it has decided.
+    "guard": _Rights(
+        (*_CONTROLLER.keys, "RW watch-groups", "RW {t*}:guarded:OWN"),
+        (*_CONTROLLER.scripts, "watch_group_forget"),
         (
-            *(f"RW {{t*}}:{part}:OWN" for part in _TRACE),
-            *("RW {t*}:firehose", "RW {t*}:deadlines", "RW {t*}:ended", "RW {t*}:ended-bytes"),
-            # A cluster finds the slot of control streams by the name without an engine.
-            *("RW {t*}:control:", "W {t*}:control:*"),
-            *(f"RW {{*}}:queue:{part}" for part in _QUEUE),
-            *("W {*}:queue:data", "RW {*}:submitted:OWN", "RW lease:*", "RW vector:*"),
-            *("R {*}:edit-saves:*", *_REGISTRY),
+            *(*_CONTROLLER.commands, "hexists", "hkeys", "hsetnx", "xack", "xautoclaim", "xclaim", "xgroup|create"),
+            *("xinfo|consumers", "xreadgroup"),
         ),
-        (
-            *("record_create", "record_forget", "record_steer", "record_cancel", "record_pause", "record_sweep"),
-            *("queue_put", "queue_withdraw", "renew", "blob_begin", "expire_once"),
-        ),
-        (*_READS, "hset", "del", "expire", "info", "memory|usage", "zcard", "zrange"),
     ),
     "editor": _Rights(
         ("RW {*}:edits:*", "R {*}:edit-saves:*", "R {t*}:blobs:*", "R engines", "R engine:*"),
@@ -137,7 +147,7 @@ def rules(
     allowed = [*dict.fromkeys((*_EVERYBODY, *sorted(commands), *run))]
     if server == "6.2":
         # A whole command: this server knows the subcommands of few.
-        allowed = [*dict.fromkeys(one.replace("xinfo|stream", "xinfo") for one in allowed)]
+        allowed = [*dict.fromkeys("xinfo" if one.startswith("xinfo|") else one for one in allowed)]
     keys = [_key(key, server, prefix, tenant, role) for key in rights.keys]
     words = ["on", "resetpass", "resetchannels", "resetkeys", *dict.fromkeys(keys), "-@all"]
     return " ".join([*words, *(f"+{one}" for one in allowed)])

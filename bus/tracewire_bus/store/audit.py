@@ -1,7 +1,7 @@
 """The audit trail: who asked engines for what, and whether they did it, in one bounded stream; and the code that ran.
 
-Engines append to the stream and change no entry of it. The source of each block that an engine has accepted or refused
-lies beside it, under the hash of its code.
+Engines append to the stream and change no entry of it; so do guards that may. The source of each block that an engine
+has accepted or refused lies beside it, under the hash of its code.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from tracewire_bus.transport.errors import BusUnavailable
 
 from .keys import Keys
 
-__all__ = ["AuditEntry", "AuditLog", "Commands"]
+__all__ = ["MOST", "AuditEntry", "AuditLog", "Commands"]
 
 #: How long the source of a block is kept after the last entry that names it, in seconds.
 CODE_S: Final = 90 * 24 * 3600
 #: The longest source that is kept, in characters.
 CODE_CHARACTERS: Final = 256 * 1024
+#: How many entries the trail keeps unless an operator says otherwise.
+MOST: Final = 100_000
 _PAGE: Final = 512
 #: How often a reader that follows looks for new entries, in seconds.
 _LOOK_S: Final = 0.5
 
 
 class AuditEntry(msgspec.Struct):
-    """One decision of an engine.
+    """One decision of an engine, or of a guard.
 
     Attributes:
         id: the entry's id in the stream; `""` before it is appended. Its first part is the time in milliseconds.
         time: of the decision, in seconds since the epoch by the engine's clock.
         engine, model: which engine decided, and its model.
-        kind: `submit`, `steer`, `pause`, `resume`, `cancel`, `drain` or `edit`.
+        kind: `submit`, `steer`, `pause`, `resume`, `cancel`, `drain` or `edit`; `guard` for a guard's, whose `reason`
+            has the rule, the token and what was done.
         name: the trace's id; for an edit its name, for draining the engine.
         decision: `accepted` or `refused`.
         key, tenant: of the signature; `""` without one that is valid.

@@ -110,6 +110,10 @@ class Keys(msgspec.Struct, frozen=True):
         """String that says whether the trace of a signed submission has ended: see `adapter/nonces.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:nonce:{key}:{nonce.hex()}"
 
+    def guarded(self, trace: str) -> str:
+        """Hash of what guards have decided about a trace: see `guard_marks.py`."""
+        return f"{self.prefix}:{{{self.tag(trace)}}}:guarded:{trace}"
+
     @property
     def audit(self) -> str:
         """Stream of the audit trail: see `audit.py`."""

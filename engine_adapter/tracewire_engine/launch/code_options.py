@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tracewire_bus.domain.approvals import Approvals, ApprovalsError
 from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
 from tracewire_bus.domain.identity import KeyFileError, Keyring, Signer
+from tracewire_bus.store.audit import MOST
 from tracewire_engine.protocol.permits import Permits
 
 from .private_bus import why_shared
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from tracewire_engine.adapter.gate import Identity
 
 __all__ = ["audit_entries", "check_code", "code_policy", "identity_of", "limited_imports"]
-
-#: How many entries the audit trail keeps by default, where there is one.
-_TRAIL = 100_000
 
 
 def check_code(options: argparse.Namespace) -> None:
@@ -100,4 +98,4 @@ def audit_entries(options: argparse.Namespace) -> int:
     """How many entries the audit trail keeps; 0 without one."""
     if options.audit is not None:
         return int(options.audit)
-    return _TRAIL if options.keyring is not None or code_policy(options).code != "any" else 0
+    return MOST if options.keyring is not None or code_policy(options).code != "any" else 0

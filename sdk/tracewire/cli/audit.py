@@ -17,7 +17,7 @@ from .printing import print_json_line, print_rows, remark
 
 __all__ = ["add_audit"]
 
-_KINDS = ("submit", "steer", "pause", "resume", "cancel", "drain", "edit")
+_KINDS = ("submit", "steer", "pause", "resume", "cancel", "drain", "edit", "guard")
 _COLUMNS = ("time", "decision", "kind", "name", "tenant", "key", "by", "code", "reason")
 
 

@@ -31,6 +31,7 @@ from .edits import add_edits
 from .engines import add_engines
 from .export import add_export
 from .gateway import add_gateway
+from .guard import add_guard
 from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
 from .keyring import add_keys
@@ -161,6 +162,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
         add(commands, parents)
     for add in (add_harvest, add_edits, add_dead, add_audit, add_doctor, add_gateway, add_acl):
         add(commands, parents)
+    add_guard(commands, parents)
     add_approve(commands, parents)
     add_keys(commands)
     add_redis(commands)

@@ -12,6 +12,8 @@ import pytest
 
 import tracewire
 from tests.support.access_files import FILES, FOLDER
+from tests.support.guards import alarms_of
+from tests.support.guards import rules as guard_rules
 from tests.support.redis.servers import BINARIES, running_servers
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tests.support.served import ENGINE, submission
@@ -28,6 +30,7 @@ USERS: dict[str, tuple[Role, dict[str, Any]]] = {
     "red": ("controller", {"tenant": "red"}),
     "red-reader": ("consumer", {"tenant": "red"}),
     "blue": ("controller", {"tenant": "blue"}),
+    "guard": ("guard", {"pinned": True}),
     "pinned": ("controller", {"tenant": "blue", "pinned": True}),
     "editor": ("editor", {}),
     "operator": ("operator", {}),
@@ -61,6 +64,37 @@ def test_no_role_but_an_engines_may_send_the_text_of_a_script(role: Role) -> Non
     assert ("+eval" in allowed) is (role == "engine")
     assert not {"+@all", "+flushall", "+keys", "+config", "+acl", "+function", "+debug", "+monitor"} & allowed
     assert "-@all" in allowed
+
+
+@pytest.mark.parametrize("version", BINARIES)
+async def test_a_guard_shares_traces_and_acts(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With the rights of its role alone, by scripts that an engine has loaded. The audit trail stays the engines'."""
+    decided: list[Any] = []
+
+    class Watched(tracewire.Guard):
+        async def decided(self, line: Any) -> None:
+            decided.append(line)
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            users(version) as url,
+            Bus.open(url("engine")) as bus,
+            serving(bus, ScriptedEngine(partial(anyio.sleep, 0.02)), info("tiny", engine=ENGINE)),
+            tracewire.connect(url("guard")) as client,
+            anyio.create_task_group() as group,
+        ):
+            await until(lambda: bus.registry.alive(ENGINE))
+            caplog.set_level("INFO", "tracewire")
+            group.start_soon(Watched(client, guard_rules(), name="g").run)
+            names = [f"t{number}" for number in range(8)]
+            for name in names:
+                await client.trace("tiny", name, acts, max_tokens=30, trace_id=name, detach=True).start()
+            expected_alarms = sum(len(alarms_of(name, 30)) for name in names)
+            await until(lambda: len(decided) == expected_alarms)
+            group.cancel_scope.cancel()
+    assert {line.outcome for line in decided} <= {"done", "late"}
+    assert any(line.paused for line in decided)
+    assert "may not write to the audit trail" in caplog.text
 
 
 @pytest.mark.parametrize("version", BINARIES)

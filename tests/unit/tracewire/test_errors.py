@@ -317,6 +317,12 @@ async def InvalidEdit(world: World) -> None:
 
 
 @raises
+async def InvalidRules(world: World) -> None:
+    rule = {"name": "code", "save": "s", "above": 4.0, "release": 5.0, "do": "cancel"}
+    tracewire.Guard(world.client, {"model": "tiny", "rules": [rule]})
+
+
+@raises
 async def UnknownPosition(world: World) -> None:
     world.client.subscribe("t", since="later")
 

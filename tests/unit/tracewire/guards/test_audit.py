@@ -1,0 +1,49 @@
+"""The audit of a guard: a line for each decision, in its file and on the bus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tracewire import Alarm
+from tracewire.guards.audit import AuditLine, GuardAudit
+from tracewire_bus.bus import Bus
+from tracewire_bus.store.audit import AuditLog
+from tracewire_bus.transport.errors import BusUnavailable, NotAllowed
+
+
+def line(**more: object) -> AuditLine:
+    alarm = Alarm(trace_id="t", model="m", rule="r", save="s", token=3, value=2.0)
+    return AuditLine(time=1.0, group="g", guard="me", alarm=alarm, outcome="done", **more)  # type: ignore[arg-type]
+
+
+async def test_lines_are_appended(bus: Bus, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for _ in range(2):
+        audit = GuardAudit(str(path), bus)
+        await audit.write(line(do="steer", live={"alpha": 1.0, "vector": np.ones(2)}, reason="so"))
+        audit.close()
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [(one["do"], one["alarm"]["token"], one["live"]["alpha"]) for one in lines] == [("steer", 3, 1.0)] * 2
+    entries = [entry async for entry in AuditLog(bus).read()]
+    assert {(entry.kind, entry.name, entry.by, entry.model) for entry in entries} == {("guard", "t", "me", "m")}
+    assert entries[0].reason == "r at token 3 (s = 2): done steer: so"
+
+
+async def test_a_bus_that_refuses_is_asked_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def refuse(self: AuditLog, entries: object, most: int) -> None:
+        asked.append("refused")
+        raise (BusUnavailable if len(asked) == 1 else NotAllowed)("no")
+
+    monkeypatch.setattr(AuditLog, "append", refuse)
+    audit = GuardAudit("", bus)
+    for _ in range(4):
+        await audit.write(line())
+    # The first was away, the second may not.
+    assert len(asked) == 2
+    audit.close()
