@@ -23,7 +23,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -45,9 +45,11 @@ from .queue_entries import REMEMBER_S
 
 __all__ = [
     "LiveState",
+    "NonceMark",
     "Opened",
     "Overtaken",
     "Records",
+    "Replayed",
     "SteerRefused",
     "TraceElsewhere",
     "TraceEnded",
@@ -112,6 +114,10 @@ class Overtaken(BusError):
     """Another engine, or a later attempt, runs the trace."""
 
 
+class Replayed(BusError):
+    """An attempt as late has had this signed submission."""
+
+
 class TraceElsewhere(BusError, ValueError):
     """A trace of this id was submitted to another model."""
 
@@ -125,6 +131,17 @@ class LiveState(msgspec.Struct, frozen=True):
 
     version: int
     values: dict[str, Any]
+
+
+class NonceMark(NamedTuple):
+    """Marks the nonce of a signed submission as taken by an attempt, so that no copy of the submission runs.
+
+    `key` is the id of the key that has signed it. `word` is random, and the same whenever the attempt is begun again.
+    """
+
+    key: str
+    nonce: bytes
+    word: str
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -214,29 +231,39 @@ class Records:
         call = _FORGET((self._keys.record(trace), self._keys.events(trace)), trace, model)
         return bool(await self._connections.command(*call))
 
-    async def open(self, trace: str, engine: str, attempt: int = 1, limits: Limits = DEFAULTS) -> Opened:
+    async def open(
+        self,
+        trace: str,
+        engine: str,
+        attempt: int = 1,
+        limits: Limits = DEFAULTS,
+        *,
+        model: str = "",
+        mark: NonceMark | None = None,
+    ) -> Opened:
         """Begin to run a trace on `engine` as this attempt. From now on, orders for the trace go to that engine.
 
         The record gets the engine's limits on changes of live parameters. The call may be repeated after a lost reply.
+        With `model`, the trace must be of this model. `mark` marks the nonce of a signed submission.
 
         Raises:
+            TraceElsewhere: the trace is of another model.
             TraceEnded: the trace has ended.
+            Replayed: an attempt as late has had the submission.
             Overtaken: another engine has begun this attempt, or a later attempt has begun.
             Malformed: the record cannot be read.
         """
         keys = self._keys
         reply = await self._connections.command(
             *_OPEN(
-                (keys.record(trace), keys.events(trace), keys.changes(trace)),
-                *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s),
+                [keys.record(trace), keys.events(trace), keys.changes(trace)]
+                + ([] if mark is None else [keys.nonce(trace, mark.key, mark.nonce)]),
+                *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s, model),
+                "" if mark is None else mark.word,
             )
         )
         if isinstance(reply, bytes):
-            if reply == b"ended":
-                raise TraceEnded(f"trace {trace} has ended")
-            raise Overtaken(
-                f"another engine has begun attempt {attempt} of trace {trace}, or a later attempt has begun"
-            )
+            raise _not_opened(_text(reply), trace, attempt)
         return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
     def claim_command(
@@ -491,20 +518,18 @@ class Records:
             case answer:
                 return answer == "asked"
 
-    async def mark_nonce(self, trace: str, key: str, nonce: bytes, attempt: int) -> bool:
-        """Mark the signed submission of a trace as taken by an attempt. Returns False if one as late has taken it.
+    async def holder(self, trace: str) -> tuple[str, str, int] | None:
+        """The model of a trace, the engine that has begun it or `""`, and its last attempt; None without a record.
 
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        mark = self._keys.nonce(trace, key, nonce)
-        if await self._connections.command("SET", mark, attempt, "NX", "EX", REMEMBER_S) is not None:
-            return True
-        taken = self._guard.read(integer, await self._connections.command("GET", mark) or 0, key=mark, entry="attempt")
-        if taken is None or taken >= attempt:
-            return False
-        await self._connections.command("SET", mark, attempt, "EX", REMEMBER_S)
-        return True
+        _check_name(trace)
+        key = self._keys.record(trace)
+        model, engine, attempt = await self._connections.command("HMGET", key, "m", "e", "a")
+        if model is None:
+            return None
+        return _text(model), _text(engine or b""), self._guard.read(integer, attempt or 0, key=key, entry="a") or 0
 
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
@@ -550,6 +575,21 @@ class Records:
             for reply in replies
             for trace, model in zip(reply[::2], reply[1::2], strict=True)
         ]
+
+
+def _not_opened(reply: str, trace: str, attempt: int) -> BusError:
+    """The error for the reply of the script that opens a trace."""
+    match reply:
+        case "ended":
+            return TraceEnded(f"trace {trace} has ended")
+        case "elsewhere":
+            return TraceElsewhere(f"trace {trace} was submitted to another model")
+        case "replayed":
+            return Replayed(f"the submission of trace {trace} was replayed: an engine has taken it before")
+        case _:
+            return Overtaken(
+                f"another engine has begun attempt {attempt} of trace {trace}, or a later attempt has begun"
+            )
 
 
 def _steer_refusal(reason: str, told: Sequence[str], values: Mapping[str, LiveValue]) -> SteerRefused:
