@@ -29,7 +29,7 @@ from tracewire_bus.store.trace_records import (
 )
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
-from tracewire_bus.wire.codec import NewerSchema, encode, sign_final
+from tracewire_bus.wire.codec import NewerSchema, encode
 from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
 
@@ -223,10 +223,8 @@ class Intake:
                 error=failure.type,
                 usage=final.usage,
             )
-            sign = self._services.sign
-            data = encode(final) if sign is None else sign_final(final, partial(sign, trace))
             await self._services.writer.append(
-                trace, entry.attempt, 0, data, final=True, settles=settled, lifecycle=life
+                trace, entry.attempt, 0, encode(final), final=True, settles=settled, lifecycle=life
             )
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
