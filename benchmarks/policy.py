@@ -12,22 +12,27 @@ as fast as the adapter takes them, so that processor time is all that limits the
 adapter's and the client's own work.
 
 `ratio` is the lower of two medians over the pairs of rounds: submissions a second with signing over those without, and
-tokens a second likewise.
+tokens a second likewise. `spread` has the lower and the upper quartile of the submissions' ratio over the pairs.
+`cpu_ms` is the processor time of a trace in this process, the adapter and Redis together, and `cpu_ratio` the median of
+that without signing over that with. Other load on the machine changes it less than it changes the rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
+import psutil
 
 import tracewire
 from benchmarks.processes import at_least, show, start
@@ -62,8 +67,21 @@ async def serve(side: str, folder: Path, url: str, step_s: float) -> None:
         group.cancel_scope.cancel()
 
 
-async def load(client: tracewire.Client, side: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Submissions and tokens a second of one round."""
+class Round(NamedTuple):
+    """Submissions and tokens a second of one round, and the processor time of a trace, in milliseconds."""
+
+    submissions: float
+    tokens: float
+    cpu_ms: float
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """The processor time of these processes so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+async def load(client: tracewire.Client, side: str, options: argparse.Namespace, pids: Sequence[int]) -> Round:
+    """One round. `pids` are the processes that take part."""
     ended = tokens = 0
     until = time.perf_counter() + options.seconds
 
@@ -74,17 +92,17 @@ async def load(client: tracewire.Client, side: str, options: argparse.Namespace)
             ended += 1
             tokens += len(result.token_ids)
 
-    began = time.perf_counter()
+    began, before_s = time.perf_counter(), cpu_s(pids)
     async with anyio.create_task_group() as group:
         for _ in range(options.concurrency):
             group.start_soon(one)
     took_s = time.perf_counter() - began
-    return ended / took_s, tokens / took_s
+    return Round(ended / took_s, tokens / took_s, 1000 * (cpu_s(pids) - before_s) / ended)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides, in turns."""
-    found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+    found: dict[str, list[Round]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         Keyring(folder / "keyring.json").add(new_key(folder / "client.key", "client", "red", ["submit", "steer"]))
@@ -97,32 +115,39 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 signing: dict[str, Any] = {"key": folder / "client.key", "engine_keys": trusted}
                 async with tracewire.connect(server.url) as off, tracewire.connect(server.url, **signing) as on:
                     clients = {"off": off, "on": on}
+                    pids = {side: (os.getpid(), one.pid, server.pid) for side, one in zip(SIDES, engines, strict=True)}
                     for side in SIDES:
                         # Once before anything counts.
-                        await load(clients[side], side, argparse.Namespace(**{**vars(options), "seconds": 0.5}))
+                        short = argparse.Namespace(**{**vars(options), "seconds": 0.5})
+                        await load(clients[side], side, short, pids[side])
                     for number in range(options.rounds):
                         for side in SIDES if number % 2 else SIDES[::-1]:
-                            found[side].append(await load(clients[side], side, options))
+                            found[side].append(await load(clients[side], side, options, pids[side]))
             finally:
                 for process in engines:
                     process.communicate()
     return figures(found, options)
 
 
-def figures(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> dict[str, Any]:
+def figures(found: dict[str, list[Round]], options: argparse.Namespace) -> dict[str, Any]:
     """What is printed."""
-    ratios = {
-        what: median(on[index] / off[index] for on, off in zip(found["on"], found["off"], strict=True))
-        for index, what in enumerate(("submissions", "tokens"))
-    }
-    rates = {
-        f"{what}_per_s": {side: round(median(one[index] for one in found[side]), 1) for side in SIDES}
-        for index, what in enumerate(("submissions", "tokens"))
-    }
+    pairs = list(zip(found["on"], found["off"], strict=True))
+    submissions = [on.submissions / off.submissions for on, off in pairs]
+    ratios = {"submissions": median(submissions), "tokens": median(on.tokens / off.tokens for on, off in pairs)}
+    quartiles = quantiles(submissions, n=4) if len(submissions) > 1 else submissions * 3
     return {
         "ratio": round(min(ratios.values()), 4),
         **{f"{what}_ratio": round(ratio, 4) for what, ratio in ratios.items()},
-        **rates,
+        "spread": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "cpu_ratio": round(median(off.cpu_ms / on.cpu_ms for on, off in pairs), 4),
+        **{
+            name: {side: round(median(getattr(one, field) for one in found[side]), 2) for side in SIDES}
+            for name, field in (
+                ("submissions_per_s", "submissions"),
+                ("tokens_per_s", "tokens"),
+                ("cpu_ms", "cpu_ms"),
+            )
+        },
         "concurrency": options.concurrency,
         "tokens": options.tokens,
         "step_ms": options.step_ms,

@@ -31,11 +31,12 @@ from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
-import psutil
 
 import tracewire
+from tests.support.memory_in_use import in_use_mib
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info
 from tracewire.errors import TracewireError
 from tracewire_bus.bus import Bus, BusError
@@ -145,15 +146,20 @@ async def _serve(options: argparse.Namespace) -> None:
     engine = Engine(partial(anyio.sleep, 0.01))
     described = info(MODEL, 512)
     settings = Settings(heartbeat_s=0.5, lease_s=10.0, drain_s=0.0)
+    begun_mib = growth_mib = 0.0
     async with Bus.open(options.url, prefix=options.prefix) as bus, anyio.create_task_group() as group:
         adapter = Adapter(engine, described, bus, settings)
 
         async def watch_signals() -> None:
+            nonlocal begun_mib, growth_mib
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1) as signals:
                 async for number in signals:
+                    # Beside the loop, which is measured.
+                    now_mib = await anyio.to_thread.run_sync(in_use_mib)
                     if number == signal.SIGTERM:
+                        growth_mib = now_mib - begun_mib
                         adapter.stop()
-                    loop.measuring = True
+                    begun_mib, loop.measuring = now_mib, True
 
         group.start_soon(watch_signals)
         group.start_soon(engine.run)
@@ -172,6 +178,7 @@ async def _serve(options: argparse.Namespace) -> None:
         "longest_callback": loop.longest,
         "cpu_s": round(time.process_time(), 1),
         "malformed": bus.guard.malformed,
+        "growth_mib": round(growth_mib, 1),
     }
     print(json.dumps(told), flush=True)
 
@@ -641,10 +648,6 @@ async def _line(process: Any) -> str:
     return text.decode().splitlines()[-1]
 
 
-def _rss_mib(pid: int) -> float:
-    return float(psutil.Process(pid).memory_info().rss) / 2**20
-
-
 async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fuzz", url: str = "") -> dict[str, Any]:
     """Write `count` entries. Returns what came of it."""
     if not url:
@@ -660,7 +663,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
             await anyio.sleep(0.05)
         writer, valid = Writer(bus, engine, seed), Valid(client)
         process.send_signal(signal.SIGUSR1)
-        lost, begun_mib = "", _rss_mib(process.pid)
+        lost = ""
         async with anyio.create_task_group() as group:
             for task in range(4):
                 group.start_soon(valid.run, task)
@@ -673,8 +676,11 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
                 if process.returncode is not None:
                     lost = f"the adapter ended with status {process.returncode}"
                     break
-                if first <= count // 5:
-                    begun_mib = _rss_mib(process.pid)
+                if first <= count // 5 < first + _TOGETHER:
+                    while await bus.queue.waiting(MODEL):  # noqa: ASYNC110
+                        await anyio.sleep(0.02)
+                    # What the adapter has in use from here on is its growth.
+                    process.send_signal(signal.SIGUSR1)
             unwritten = valid.verified
             # All that waits is answered, and valid traces still run.
             with anyio.move_on_after(120):
@@ -683,7 +689,6 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
                 ):
                     await anyio.sleep(0.1)
             valid.over = True
-            growth_mib = 0.0 if lost else _rss_mib(process.pid) - begun_mib
             if lost:
                 group.cancel_scope.cancel()
         registered = next((one for one in await client.engines.list(model=MODEL) if one.name == engine), None)
@@ -702,7 +707,7 @@ async def run(count: int, seed: int, *, control: bool = False, prefix: str = "fu
         "registered": registered is not None,
         "malformed_in_registry": registered.malformed if registered else None,
         "loop": loop,
-        "growth_mib": round(growth_mib, 1),
+        "growth_mib": loop.get("growth_mib", 0.0),
         "valid": {"verified": valid.verified, "after_the_last_entry": valid.verified - unwritten, "wrong": valid.wrong},
         "consumers_wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),

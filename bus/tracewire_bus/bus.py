@@ -265,9 +265,10 @@ class Bus:
         model, trace = submission.model, submission.trace
         creation = self.records.create_command(submission, unpack_live(submission.live), retention_s)
         await self.memory.check_reserve()
+        signed = await self.proofs.submission(model, trace, data)
         try:
             created, has_left = await self.queue.put(
-                *(model, trace, self.proofs.content("submit", model, trace, data)),
+                *(model, trace, signed),
                 client=submission.client,
                 priority=submission.priority,
                 lease="" if submission.detach else submission.lease,

@@ -176,11 +176,10 @@ from .errors import (
     VersionConflict,
     WrongEventLoop,
 )
-from .options import HarvestOptions, SamplingOptions, SweepOptions, TraceOptions, WithOptions
-from .patch_sweep import PatchSweep
 from .guards.alarm import Alarm, Decision
 from .guards.guard import Guard
-from .options import HarvestOptions, SamplingOptions, TraceOptions, WithOptions
+from .options import HarvestOptions, SamplingOptions, SweepOptions, TraceOptions, WithOptions
+from .patch_sweep import PatchSweep
 from .progress import HarvestProgress
 from .public import publish
 from .submission import Prompt, PromptInput

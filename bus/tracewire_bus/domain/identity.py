@@ -10,14 +10,27 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from tracewire_bus.wire.signing import SIGNATURE_BYTES, Envelope, Kind, encode_envelope, signed_text, wrap
+from tracewire_bus.wire.signing import (
+    MOST_AT_ONCE,
+    SIGNATURE_BYTES,
+    Envelope,
+    Kind,
+    covering_text,
+    encode_envelope,
+    joint_digests,
+    signed_text,
+    with_signature,
+    without_signature,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -32,6 +45,7 @@ __all__ = [
     "Signer",
     "acting_for",
     "new_key",
+    "signed",
     "verify_final",
 ]
 
@@ -140,11 +154,22 @@ class Signer:
     def __repr__(self) -> str:
         return f"<Signer {self.id}>"
 
-    def _envelope(self, kind: Kind, prefix: str, model: str, trace: str, content: bytes) -> Envelope:
+    def unsigned(self, kind: Kind, prefix: str, model: str, trace: str, content: bytes) -> tuple[Envelope, bytes]:
+        """The envelope of a message without its signature, and the text to sign."""
         expires = int(time.time()) + _LIFETIMES.get(kind, _ORDER_S)
         bare = Envelope(self.id, expires, secrets.token_bytes(16), tenant=acting_for.get())
-        signature = self._key.sign(signed_text(kind, prefix, model, trace, bare, content))
-        return Envelope(self.id, expires, bare.nonce, signature, bare.tenant)
+        return bare, signed_text(kind, prefix, model, trace, bare, content)
+
+    def sign(self, texts: Sequence[bytes]) -> tuple[bytes, bytes]:
+        """Sign up to `MOST_AT_ONCE` texts at once. Returns the signature, and the digests that belong to it."""
+        digests = joint_digests(texts) if len(texts) > 1 else b""
+        text = covering_text(texts[0], digests)
+        assert text is not None
+        return self._key.sign(text), digests
+
+    def _envelope(self, kind: Kind, prefix: str, model: str, trace: str, content: bytes) -> Envelope:
+        bare, text = self.unsigned(kind, prefix, model, trace, content)
+        return signed(bare, *self.sign([text]))
 
     def wrapped(self, kind: Kind, prefix: str, model: str, trace: str, content: bytes) -> bytes:
         """Signed content: the content behind its envelope."""
@@ -154,9 +179,19 @@ class Signer:
         """The proof of an order, or of a change of live parameters."""
         return encode_envelope(self._envelope(kind, prefix, "", trace, content))
 
-    def sign_final(self, prefix: str, trace: str, data: bytes) -> bytes:
-        """The signature of an encoded final."""
-        return self._key.sign(signed_text("final", prefix, "", trace, _FINAL, data))
+    def sign_finals(self, prefix: str, finals: Sequence[tuple[str, bytes]]) -> list[bytes]:
+        """Sign the encoded finals of these traces. Returns each with its signature in it."""
+        made: list[bytes] = []
+        for start in range(0, len(finals), MOST_AT_ONCE):
+            some = finals[start : start + MOST_AT_ONCE]
+            signature = b"".join(self.sign([_final_text(prefix, *one) for one in some]))
+            made += [with_signature(data, signature) for _, data in some]
+        return made
+
+
+def signed(bare: Envelope, signature: bytes, digests: bytes) -> Envelope:
+    """An envelope with its signature."""
+    return Envelope(bare.key, bare.expires, bare.nonce, signature, bare.tenant, digests)
 
 
 _FINAL: Final = Envelope("", 0, b"")
@@ -164,10 +199,15 @@ _FINAL: Final = Envelope("", 0, b"")
 
 def verify_final(public: Iterable[str], prefix: str, trace: str, data: bytes, signature: bytes) -> bool:
     """Whether one of these engines has signed an encoded final. `data` has the signature in it."""
-    if len(signature) != SIGNATURE_BYTES or data.count(signature) != 1:
+    bare = without_signature(data, signature)
+    if bare is None:
         return False
-    text = signed_text("final", prefix, "", trace, _FINAL, data.replace(signature, bytes(SIGNATURE_BYTES)))
-    return any(_verifies(one, signature, text) for one in public)
+    text, own = _final_text(prefix, trace, bare), signature[:SIGNATURE_BYTES]
+    return any(_verifies(one, own, text, signature[SIGNATURE_BYTES:]) for one in public)
+
+
+def _final_text(prefix: str, trace: str, data: bytes) -> bytes:
+    return signed_text("final", prefix, "", trace, _FINAL, data)
 
 
 class Keyring:
@@ -242,7 +282,8 @@ class Keyring:
             raise SignatureRefused(f"the signature of key {key.id!r} had expired {at - envelope.expires:.0f} s before")
         if envelope.expires > now + _MOST_S + _SKEW_S:
             raise SignatureRefused(f"the signature of key {key.id!r} is valid for more than {_MOST_S} s")
-        if not _verifies(key.public, envelope.signature, signed_text(kind, prefix, model, trace, envelope, content)):
+        text = signed_text(kind, prefix, model, trace, envelope, content)
+        if not _verifies(key.public, envelope.signature, text, envelope.digests):
             raise SignatureRefused(
                 f"the signature is not of key {key.id!r}, or what it signed has been altered, or is of another trace"
             )
@@ -351,7 +392,15 @@ def _public(text: str) -> Ed25519PublicKey:
     return found
 
 
-def _verifies(public: str, signature: bytes, text: bytes) -> bool:
+def _verifies(public: str, signature: bytes, text: bytes, digests: bytes) -> bool:
+    covering = covering_text(text, digests)
+    if covering is None:
+        return False
+    # A signature of several messages comes with each of them.
+    return _is_known(public, signature, covering) if digests else _is_of(public, signature, covering)
+
+
+def _is_of(public: str, signature: bytes, text: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -359,3 +408,6 @@ def _verifies(public: str, signature: bytes, text: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+_is_known = lru_cache(maxsize=1024)(_is_of)

@@ -84,6 +84,8 @@ class Append(msgspec.Struct, eq=False):
     #: Whether its queue entry is settled by a command of its own, after the batch.
     settles_late: bool = False
     ended: bool = False
+    #: The trace, of a final that is not signed yet; else empty.
+    unsigned: str = ""
     #: When Redis acknowledged it, by the event loop's clock.
     kept_at: float = 0.0
 

@@ -32,6 +32,7 @@ from typing import Any, Self
 import anyio
 import msgspec
 
+from tracewire_bus.domain.identity import Signer
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.submission_queue import settle_command
 from tracewire_bus.transport.backoff import Backoff
@@ -105,6 +106,8 @@ class Writer:
         self._several = connections.slot("") is not None
         self._timer: Timer | None = None
         self.patience_s = patience_s
+        #: Signs finals, if it is set: one signature for those of one round trip.
+        self.signer: Signer | None = None
         #: Size of all events that Redis has not acknowledged, in bytes.
         self.backlog = 0
         self._wanted = Signal()
@@ -197,6 +200,8 @@ class Writer:
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
         outcome, size = self._loop.create_future(), len(data) + OVERHEAD
         item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, size)
+        if final and self.signer is not None:
+            item.unsigned = trace
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
@@ -324,6 +329,10 @@ class Writer:
         probed = self._stuck.retry(batch, self._loop.time())
         self._stuck.take(self._queue, batch)
         self._stuck.probe(batch, probed)
+        if self.signer is not None and (finals := [item for item in batch.items if item.unsigned]):
+            signed = self.signer.sign_finals(self._keys.prefix, [(item.unsigned, bytes(item.data)) for item in finals])
+            for item, data in zip(finals, signed, strict=True):
+                item.data, item.unsigned = data, ""
         return batch.items
 
     def _end(self, item: Append, error: Exception | None = None) -> None:

@@ -2,15 +2,26 @@
 -- #include clock
 -- #include record
 -- Lets an engine begin an attempt. The same engine may ask again for the same attempt.
--- KEYS: record, events, changes. ARGV: engine, for how many seconds to remember the record, attempt, for how many to
--- keep the trace after its end, how many changes of live parameters may wait, how many may come a second. Returns 'ended', 'overtaken', or the time in ms, the record, and the changes of live
+-- KEYS: record, events, changes, and if the submission is signed the mark of its nonce. ARGV: engine, for how many
+-- seconds to remember the record, attempt, for how many to keep the trace after its end, how many changes of live
+-- parameters may wait, how many may come a second, model or '', and if the submission is signed a random word that the
+-- engine gives whenever it asks for this attempt again. Returns 'ended', 'overtaken', 'elsewhere' (the trace is of another
+-- model), 'replayed' (an attempt as late has had the nonce), or the time in ms, the record, and the changes of live
 -- parameters that no event has reported.
-local key, events, changes = unpack(KEYS)
-local engine, remember, attempt, retention, most, most_a_second = ARGV[1], ARGV[2], tonumber(ARGV[3]), unpack(ARGV, 4)
+local key, events, changes, mark = unpack(KEYS)
+local engine, remember, attempt, retention = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local most, most_a_second, model, word = unpack(ARGV, 5)
+local attempts, last_engine, own_model = unpack(redis.call('HMGET', key, 'a', 'e', 'm'))
+if own_model and model ~= '' and own_model ~= model then return 'elsewhere' end
 if stream.ended(events) then return 'ended' end
-local attempts, last_engine = unpack(redis.call('HMGET', key, 'a', 'e'))
+local present = mark and redis.call('GET', mark)
+if present then
+  local taken, by = string.match(present, '^(%d+):(%x+)$')
+  if not taken or tonumber(taken) >= attempt and by ~= word then return 'replayed' end
+end
 local last = record.count(attempts)
 if attempt < last or attempt == last and last_engine ~= engine then return 'overtaken' end
 redis.call('HSET', key, 'a', attempt, 'e', engine, 's', 'running', 'r', retention, 'lw', most, 'lr', most_a_second)
 if redis.call('TTL', key) == -1 then redis.call('EXPIRE', key, remember) end
+if mark then redis.call('SET', mark, ARGV[3] .. ':' .. word, 'EX', remember) end
 return {clock.milliseconds(), redis.call('HGETALL', key), redis.call('ZRANGE', changes, 0, -1)}

@@ -107,7 +107,7 @@ class Keys(msgspec.Struct, frozen=True):
         return f"{self.prefix}:{{{self.tag(trace)}}}:operations:{trace}"
 
     def nonce(self, trace: str, key: str, nonce: bytes) -> str:
-        """String that says whether the trace of a signed submission has ended: see `adapter/nonces.py`."""
+        """String with the attempt that has taken a signed submission, and its word: see `adapter/nonces.py`."""
         return f"{self.prefix}:{{{self.tag(trace)}}}:nonce:{key}:{nonce.hex()}"
 
     def guarded(self, trace: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+import anyio
+import anyio.lowlevel
 import msgspec
 
-from tracewire_bus.domain.identity import Signer, verify_final
+from tracewire_bus.domain.identity import Signer, signed, verify_final
 from tracewire_bus.wire.messages import Final as FinalEvent
-from tracewire_bus.wire.signing import Kind
+from tracewire_bus.wire.signing import MOST_AT_ONCE, Kind, wrap
 
 __all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause_content"]
 
@@ -35,6 +37,15 @@ def drain_content(by: str, within_s: float | None) -> bytes:
     return _encoder.encode((by, within_s))
 
 
+class _Round:
+    """Texts that are signed at once at the end of a turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.texts: list[bytes] = []
+        self.signature = self.digests = b""
+        self.done = anyio.Event()
+
+
 class Proofs:
     """Signs what one process writes, and checks who has signed finals.
 
@@ -48,13 +59,41 @@ class Proofs:
         self.signer = signer
         self._engine_keys = engine_keys
         self._prefix = prefix
+        #: The submissions that are signed next.
+        self._round: _Round | None = None
 
     def on(self, prefix: str) -> Proofs:
         """The same for the bus of this prefix."""
         return Proofs(self.signer, self._engine_keys, prefix)
 
+    async def submission(self, model: str, trace: str, data: bytes) -> bytes:
+        """An encoded submission behind its signature. One signature covers those of one turn of the event loop."""
+        if self.signer is None:
+            return data
+        bare, text = self.signer.unsigned("submit", self._prefix, model, trace, data)
+        mine = self._round
+        if mine is not None and len(mine.texts) < MOST_AT_ONCE:
+            mine.texts.append(text)
+            await mine.done.wait()
+        else:
+            mine = self._round = _Round()
+            mine.texts.append(text)
+            try:
+                await anyio.lowlevel.checkpoint()
+            finally:
+                # Also if this call is cancelled: others wait for the signature.
+                if self._round is mine:
+                    self._round = None
+                mine.signature, mine.digests = self.signer.sign(mine.texts)
+                mine.done.set()
+        return wrap(signed(bare, mine.signature, mine.digests), data)
+
+    def finals(self, finals: Sequence[tuple[str, bytes]]) -> list[bytes]:
+        """The encoded finals of these traces with their signatures."""
+        return [data for _, data in finals] if self.signer is None else self.signer.sign_finals(self._prefix, finals)
+
     def content(self, kind: Kind, model: str, name: str, data: bytes) -> bytes:
-        """A submission of the trace `name`, or an edit of this name, behind its signature."""
+        """A submission of the trace `name`, or an edit of this name, behind a signature of its own."""
         return data if self.signer is None else self.signer.wrapped(kind, self._prefix, model, name, data)
 
     def order(self, kind: Kind, trace: str, content: bytes) -> bytes:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -45,9 +45,11 @@ from .queue_entries import REMEMBER_S
 
 __all__ = [
     "LiveState",
+    "NonceMark",
     "Opened",
     "Overtaken",
     "Records",
+    "Replayed",
     "SteerRefused",
     "TraceElsewhere",
     "TraceEnded",
@@ -115,6 +117,10 @@ class Overtaken(BusError):
     """Another engine, or a later attempt, runs the trace."""
 
 
+class Replayed(BusError):
+    """An attempt as late has had this signed submission."""
+
+
 class TraceElsewhere(BusError, ValueError):
     """A trace of this id was submitted to another model."""
 
@@ -128,6 +134,17 @@ class LiveState(msgspec.Struct, frozen=True):
 
     version: int
     values: dict[str, Any]
+
+
+class NonceMark(NamedTuple):
+    """Marks the nonce of a signed submission as taken by an attempt, so that no copy of the submission runs.
+
+    `key` is the id of the key that has signed it. `word` is random, and the same whenever the attempt is begun again.
+    """
+
+    key: str
+    nonce: bytes
+    word: str
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -222,29 +239,39 @@ class Records:
         call = _FORGET((self._keys.record(trace), self._keys.events(trace)), trace, model)
         return bool(await self._connections.command(*call))
 
-    async def open(self, trace: str, engine: str, attempt: int = 1, limits: Limits = DEFAULTS) -> Opened:
+    async def open(
+        self,
+        trace: str,
+        engine: str,
+        attempt: int = 1,
+        limits: Limits = DEFAULTS,
+        *,
+        model: str = "",
+        mark: NonceMark | None = None,
+    ) -> Opened:
         """Begin to run a trace on `engine` as this attempt. From now on, orders for the trace go to that engine.
 
         The record gets the engine's limits on changes of live parameters. The call may be repeated after a lost reply.
+        With `model`, the trace must be of this model. `mark` marks the nonce of a signed submission.
 
         Raises:
+            TraceElsewhere: the trace is of another model.
             TraceEnded: the trace has ended.
+            Replayed: an attempt as late has had the submission.
             Overtaken: another engine has begun this attempt, or a later attempt has begun.
             Malformed: the record cannot be read.
         """
         keys = self._keys
         reply = await self._connections.command(
             *_OPEN(
-                (keys.record(trace), keys.events(trace), keys.changes(trace)),
-                *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s),
+                [keys.record(trace), keys.events(trace), keys.changes(trace)]
+                + ([] if mark is None else [keys.nonce(trace, mark.key, mark.nonce)]),
+                *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s, model),
+                "" if mark is None else mark.word,
             )
         )
         if isinstance(reply, bytes):
-            if reply == b"ended":
-                raise TraceEnded(f"trace {trace} has ended")
-            raise Overtaken(
-                f"another engine has begun attempt {attempt} of trace {trace}, or a later attempt has begun"
-            )
+            raise _not_opened(_text(reply), trace, attempt)
         return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
     def claim_command(
@@ -519,6 +546,19 @@ class Records:
             case answer:
                 return answer == "asked"
 
+    async def holder(self, trace: str) -> tuple[str, str, int] | None:
+        """The model of a trace, the engine that has begun it or `""`, and its last attempt; None without a record.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        _check_name(trace)
+        key = self._keys.record(trace)
+        model, engine, attempt = await self._connections.command("HMGET", key, "m", "e", "a")
+        if model is None:
+            return None
+        return _text(model), _text(engine or b""), self._guard.read(integer, attempt or 0, key=key, entry="a") or 0
+
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
         _check_name(trace)
@@ -571,6 +611,21 @@ def unpause_command(keys: Keys, trace: str, number: int) -> tuple[Any, ...]:
     The reply is the number of the resumption; 0 if another order came since.
     """
     return _UNPAUSE((keys.record(trace),), number)
+
+
+def _not_opened(reply: str, trace: str, attempt: int) -> BusError:
+    """The error for the reply of the script that opens a trace."""
+    match reply:
+        case "ended":
+            return TraceEnded(f"trace {trace} has ended")
+        case "elsewhere":
+            return TraceElsewhere(f"trace {trace} was submitted to another model")
+        case "replayed":
+            return Replayed(f"the submission of trace {trace} was replayed: an engine has taken it before")
+        case _:
+            return Overtaken(
+                f"another engine has begun attempt {attempt} of trace {trace}, or a later attempt has begun"
+            )
 
 
 def _steer_refusal(reason: str, told: Sequence[str], values: Mapping[str, LiveValue]) -> SteerRefused:

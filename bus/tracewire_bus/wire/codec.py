@@ -7,7 +7,7 @@ Encoders and decoders are built once, on first use. An event of a kind that only
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, overload
 
@@ -38,7 +38,6 @@ from .messages import (
 from .packing import Decode, decoder
 from .pieces import LARGE_BYTES, Pieces, flatten
 from .refs import Loader
-from .signing import SIGNATURE_BYTES
 
 __all__ = [
     "AnyEvent",
@@ -64,7 +63,6 @@ __all__ = [
     "list_head",
     "request_schema_text",
     "schema_text",
-    "sign_final",
     "with_deltas",
 ]
 
@@ -136,15 +134,6 @@ def _deltas_decoder() -> Decode:
 def encode(message: Message) -> bytes:
     """Encode a message in msgpack. The caller must have prepared the values in the message with `packing.wire`."""
     return _encoder().encode(message)
-
-
-def sign_final(final: Final, sign: Callable[[bytes], bytes]) -> bytes:
-    """Encode a final event with the signature that `sign` makes of it (see [`tracewire_bus.wire.signing`][])."""
-    final.signature = bytes(SIGNATURE_BYTES)
-    data = encode(final)
-    # The signature is the last field.
-    final.signature = sign(data)
-    return data[:-SIGNATURE_BYTES] + final.signature
 
 
 def encode_output(output: RawOutput) -> bytes | Pieces:

@@ -8,17 +8,35 @@ Before a submission and an edit, the envelope stands in front of the encoded mes
 the envelope's length in two bytes, and the envelope. So a reader verifies the content before it decodes the content.
 With an order, and in a trace's record, the envelope travels alone, as the order's *proof*. The model is empty there.
 
-The final of a trace has its engine's signature in a field. It covers the encoded final with zero bytes in that field.
+The final of a trace has its engine's signature in a field. It covers the encoded final with nothing in that field.
+
+One signature may cover several messages that a process signs at once. It then covers the digests of the texts that
+the process would sign for each of them, and travels with these digests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["SIGNATURE_BYTES", "Envelope", "Kind", "decode_envelope", "encode_envelope", "signed_text", "unwrap", "wrap"]
+__all__ = [
+    "MOST_AT_ONCE",
+    "SIGNATURE_BYTES",
+    "Envelope",
+    "Kind",
+    "covering_text",
+    "decode_envelope",
+    "encode_envelope",
+    "joint_digests",
+    "signed_text",
+    "unwrap",
+    "with_signature",
+    "without_signature",
+    "wrap",
+]
 
 Kind: TypeAlias = Literal["submit", "steer", "cancel", "pause", "resume", "drain", "edit", "remove edit", "final"]
 
@@ -26,9 +44,16 @@ SIGNATURE_BYTES: Final = 64
 #: Begins signed content. No message in msgpack begins with it.
 _MARK: Final = 0xC1
 _LENGTH: Final = 2
+#: Most messages that one signature covers.
+MOST_AT_ONCE: Final = 16
+_DIGEST: Final = 32
 #: Most bytes of an encoded envelope.
-_MOST: Final = 512
+_MOST: Final = 512 + MOST_AT_ONCE * _DIGEST
 _TEXT: Final = "tracewire signature 1"
+#: Begins what a signature of several messages covers. No other signed text begins with it: they are arrays of msgpack.
+_JOINT_TEXT: Final = b"tracewire signatures 1"
+#: An empty field of bytes, encoded.
+_EMPTY: Final = b"\xc4\x00"
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -36,6 +61,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
     `key` is the id of the key that signed, `expires` when the signature expires, in seconds since the epoch, and
     `nonce` 16 random bytes. `tenant` is the tenant for which the key acts, `""` for its own.
+    `digests` are those of all messages that the signature covers (`joint_digests`); empty if it covers this one alone.
     """
 
     key: str
@@ -43,6 +69,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     nonce: bytes
     signature: bytes = b""
     tenant: str = ""
+    digests: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -65,6 +92,36 @@ def signed_text(kind: Kind, prefix: str, model: str, trace: str, envelope: Envel
         digest,
     )
     return _encoder.encode(covered)
+
+
+def joint_digests(texts: Sequence[bytes]) -> bytes:
+    """The digests of up to `MOST_AT_ONCE` signed texts, by which one signature covers all of them."""
+    return b"".join(blake2b(text, digest_size=_DIGEST).digest() for text in texts)
+
+
+def covering_text(text: bytes, digests: bytes) -> bytes | None:
+    """What a signature with these digests must be of to cover `text`; None if `text` is not among them."""
+    if not digests:
+        return text
+    if len(digests) % _DIGEST or len(digests) > MOST_AT_ONCE * _DIGEST:
+        return None
+    own = blake2b(text, digest_size=_DIGEST).digest()
+    at = digests.find(own)
+    while at % _DIGEST and at >= 0:
+        at = digests.find(own, at + 1)
+    return None if at < 0 else _JOINT_TEXT + digests
+
+
+def with_signature(final: bytes, signature: bytes) -> bytes:
+    """An encoded final with a signature in its last field, which is empty."""
+    return final.removesuffix(_EMPTY) + _encoder.encode(signature)
+
+
+def without_signature(final: bytes, signature: bytes) -> bytes | None:
+    """An encoded final as it was signed; None if this is not its signature."""
+    encoded = _encoder.encode(signature)
+    # Exactly once: somebody else's bytes may repeat it.
+    return final.replace(encoded, _EMPTY) if signature and final.count(encoded) == 1 else None
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

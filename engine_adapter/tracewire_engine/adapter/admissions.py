@@ -1,31 +1,39 @@
-"""Admits submissions by their signatures: once each, and within the quota of the key's tenant."""
+"""Admits submissions by their signatures, within the limits on the traces of a tenant and of a client."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
-from tracewire_bus.bus import Bus, Taken
+from tracewire_bus.bus import Taken
+from tracewire_bus.domain.limits import LimitExceeded
+from tracewire_bus.store.trace_records import NonceMark
 
 from .engine_api import Rejection
-from .gate import Admitted, Gate, refused
+from .gate import Admitted, Gate
 from .nonces import Nonces
 
-__all__ = ["Admissions"]
+__all__ = ["Admissions", "Seat"]
 
 
 class Admissions:
-    """The submissions that one engine has admitted."""
+    """The submissions that one engine has admitted. `client_traces` is how many traces a client may run; 0 for any."""
 
-    def __init__(self, bus: Bus, gate: Gate) -> None:
+    def __init__(self, gate: Gate, client_traces: int = 0) -> None:
         self._gate = gate
-        self._nonces = Nonces(bus)
-        #: How many traces of each tenant run here.
-        self._running: Counter[str] = Counter()
+        self._client_traces = client_traces
+        self._nonces = Nonces()
+        #: How many traces of each tenant, and of each client, are being checked or run here.
+        self._of_tenants: Counter[str] = Counter()
+        self._of_clients: Counter[str] = Counter()
 
-    async def admit(self, trace: str, entry: Taken) -> Admitted:
-        """Verify who has submitted an entry, before anything of the submission is decoded.
+    def seat(self) -> Seat:
+        """A seat for one queue entry, which holds places while it is entered."""
+        return Seat()
+
+    async def admit(self, trace: str, entry: Taken, seat: Seat) -> Admitted:
+        """Verify who has submitted an entry, before anything of the submission is decoded. Takes a place of its tenant.
 
         Raises:
             Rejection: it is not accepted.
@@ -33,27 +41,55 @@ class Admissions:
         """
         admitted = await self._gate.submission(trace, entry.fields.get(b"d", b""), entry.queued_at)
         key = admitted.key
-        if key is None or admitted.envelope is None:
-            return admitted
-        if not await self._nonces.take(trace, admitted.envelope, entry.attempt):
-            raise refused(f"the submission of key {key.id!r} was replayed: an engine has taken it before")
-        most = key.quotas.get("traces")
-        if most is not None and self._running[key.tenant] >= most:
-            message = f"{self._running[key.tenant]} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
-            raise Rejection("signature", message, type="QuotaExceeded")
+        if key is not None:
+            # Nothing is awaited between the comparison and the count: entries that come together are counted, too.
+            running, most = self._of_tenants[key.tenant], key.quotas.get("traces")
+            if most is not None and running >= most:
+                message = f"{running} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
+                raise Rejection("signature", message, type="QuotaExceeded")
+            seat.take(self._of_tenants, key.tenant)
         return admitted
 
-    @contextmanager
-    def running(self, admitted: Admitted) -> Iterator[None]:
-        """Count a trace of its tenant while it runs."""
-        tenant = "" if admitted.key is None else admitted.key.tenant
-        self._running[tenant] += 1
-        try:
-            yield
-        finally:
-            self._running[tenant] -= 1
+    def admit_client(self, client: str, seat: Seat) -> None:
+        """Take a place of a submission's client.
+
+        Raises:
+            LimitExceeded: as many of the client's traces run here as may.
+        """
+        running = self._of_clients[client]
+        if self._client_traces and running >= self._client_traces:
+            message = f"{client[:80]!r} has {running} traces running on this engine, and may have {self._client_traces}"
+            raise LimitExceeded("client", message, "client_traces")
+        seat.take(self._of_clients, client)
+
+    def mark(self, admitted: Admitted) -> NonceMark | None:
+        """The mark by which Redis knows a copy of a signed submission; None if it is not signed."""
+        return None if admitted.envelope is None else self._nonces.mark(admitted.envelope)
 
     def end(self, admitted: Admitted) -> None:
         """Note that the trace of a submission runs here no longer: it has ended, or another engine gets it."""
         if admitted.envelope is not None:
             self._nonces.end(admitted.envelope)
+
+
+class Seat:
+    """The places that one queue entry has among those of its tenant and of its client."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Counter[str], str]] = []
+
+    def take(self, among: Counter[str], name: str) -> None:
+        """Take a place."""
+        among[name] += 1
+        self._taken.append((among, name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for among, name in self._taken:
+            among[name] -= 1
+            if not among[name]:
+                del among[name]

@@ -19,18 +19,25 @@ from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.proofs import cancel_content, pause_content
-from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
+from tracewire_bus.store.trace_records import (
+    Opened,
+    Overtaken,
+    Replayed,
+    TraceElsewhere,
+    TraceEnded,
+    cancellation,
+)
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.guard import Malformed
-from tracewire_bus.wire.codec import NewerSchema, encode, sign_final
+from tracewire_bus.wire.codec import NewerSchema, encode
 from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
 
-from .admissions import Admissions
+from .admissions import Admissions, Seat
 from .claims import Claims
 from .control import Control
 from .engine_api import EngineLost, Rejection
-from .gate import Admitted, Gate
+from .gate import Admitted, Gate, refused
 from .http_requests import PlainRequests
 from .lifecycle import Lifecycle
 from .live_changes import LiveTrace
@@ -65,7 +72,7 @@ class Intake:
     ) -> None:
         self._bus = bus
         self._gate = control.gate
-        self._admissions = Admissions(bus, control.gate)
+        self._admissions = Admissions(control.gate, settings.limits.client_traces)
         self._services = services
         self._engine = services.engine
         self._info = services.info
@@ -121,13 +128,12 @@ class Intake:
     async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
         """Run one queue entry to its final event. Raises nothing, so that one entry cannot stop the others."""
         try:
-            checked = await self._checked(entry)
-            if checked is not None:
-                admitted = checked[0]
-                with self._admissions.running(admitted):
+            with self._admissions.seat() as seat:
+                checked = await self._checked(entry, seat)
+                if checked is not None:
                     await self._run_trace(entry, scope, *checked)
-                # Not after an error: then the entry comes again, as the same attempt.
-                self._admissions.end(admitted)
+                    # Not after an error: then the entry comes again, as the same attempt.
+                    self._admissions.end(checked[0])
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
             await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
@@ -154,7 +160,7 @@ class Intake:
             await self._back_off()
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
 
-    async def _checked(self, entry: Taken) -> tuple[Admitted, Validated, list[RequestEdits]] | None:
+    async def _checked(self, entry: Taken, seat: Seat) -> tuple[Admitted, Validated, list[RequestEdits]] | None:
         """Verify, decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
         Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
@@ -162,10 +168,9 @@ class Intake:
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
         try:
-            admitted = await self._admissions.admit(trace, entry)
+            admitted = await self._admissions.admit(trace, entry, seat)
             validated = await self._validator.validate(trace, schema, admitted.content, admitted.key)
-            self._check_client(validated.submission.client)
-            self._note(validated, admitted.key)
+            self._admissions.admit_client(validated.submission.client, seat)
             return admitted, validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
             self._control.audit.refused("submit", trace, refusal(error).message)
@@ -176,26 +181,27 @@ class Intake:
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
-        if 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace:
-            await self._reject(entry, trace, failure)
-        else:
-            logger.warning("dead-lettering entry %s: %s", entry.trace, failure.message)
-            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
+        await self._refuse(entry, trace, failure)
         return None
 
-    def _check_client(self, client: str) -> None:
-        """Refuse a trace of a client that has as many running here as it may.
+    async def _refuse(self, entry: Taken, trace: str, failure: Failure) -> None:
+        """Answer an entry that cannot run on its trace's stream. Without a stream of its own it is a dead letter."""
+        if 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace and await self._is_its_own(entry, trace):
+            await self._reject(entry, trace, failure)
+        else:
+            logger.warning("dead-lettering entry %r: %s", entry.trace, failure.message)
+            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
 
-        Raises:
-            LimitExceeded: the client has.
-        """
-        most = self._settings.limits.client_traces
-        if not most:
-            return
-        running = sum(submission.client == client for _, submission, _ in self._claims.entries.values())
-        if running >= most:
-            message = f"{client[:80]!r} has {running} traces running on this engine, and may have {most}"
-            raise LimitExceeded("client", message, "client_traces")
+    async def _is_its_own(self, entry: Taken, trace: str) -> bool:
+        """Whether an entry may end the trace that it names. An entry beside the trace's own must not end the trace."""
+        run = self._claims.runs.get(trace)
+        if isinstance(run, TraceRun) and run.attempt >= entry.attempt:
+            return False
+        holder = await self._bus.records.holder(trace)
+        if holder is None:
+            return True
+        model, engine, attempt = holder
+        return model == self._info.model and (attempt < entry.attempt or engine == self._info.engine)
 
     def _note(self, validated: Validated, key: Key | None) -> None:
         """Write an accepted submission and its code to the audit trail."""
@@ -217,10 +223,8 @@ class Intake:
                 error=failure.type,
                 usage=final.usage,
             )
-            sign = self._services.sign
-            data = encode(final) if sign is None else sign_final(final, partial(sign, trace))
             await self._services.writer.append(
-                trace, entry.attempt, 0, data, final=True, settles=settled, lifecycle=life
+                trace, entry.attempt, 0, encode(final), final=True, settles=settled, lifecycle=life
             )
         except Fenced:
             logger.warning("trace %s has ended already; its rejection was dropped", trace)
@@ -260,7 +264,15 @@ class Intake:
         try:
             try:
                 limits = self._settings.limits
-                opened = await self._bus.records.open(trace, self._info.engine, entry.attempt, limits)
+                mark, model = self._admissions.mark(admitted), self._info.model
+                opened = await self._bus.records.open(
+                    trace, self._info.engine, entry.attempt, limits, model=model, mark=mark
+                )
+            except (Replayed, TraceElsewhere) as error:
+                failure = refused(str(error)).failure
+                self._control.audit.refused("submit", trace, failure.message, admitted.key)
+                await self._refuse(entry, trace, failure)
+                return
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
                 await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
@@ -276,6 +288,7 @@ class Intake:
                 self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
             self.refused.reset()
+            self._note(validated, admitted.key)
             opened = self._bounded(entry, opened)
             run = self._run_of(entry, admitted, validated, edits, opened)
             due = None if opened.left_s is None else anyio.current_time() + opened.left_s

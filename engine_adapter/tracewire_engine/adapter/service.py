@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import logging
 from contextlib import suppress
-from functools import partial
 
 import anyio
 
@@ -97,6 +96,7 @@ class Adapter:
         notify, choices = self._lifecycle.notify, settings.limits.choices
         self.plain = PlainRequests(bus, self._standing, self._reports, self._pending, info.engine, notify, choices)
         self._writer = bus.writer(memory_patience_s=settings.memory_patience_s)
+        self._writer.signer = settings.identity.signer
         self._claims = Claims(bus, info)
         self._writer.restorer.claims = self._claims.commands
         self._writer.restorer.claimed = self._claims.acknowledged
@@ -124,7 +124,6 @@ class Adapter:
 
     def _services(self) -> RunServices:
         """What the runs of traces use."""
-        signer = self._settings.identity.signer
         return RunServices(
             engine=self._engine,
             info=self._info,
@@ -141,7 +140,6 @@ class Adapter:
             retention=self._retention,
             bulk=self._bulk,
             standing=self._standing,
-            sign=None if signer is None else partial(signer.sign_final, self._bus.keys.prefix),
             spans=self._settings.spans,
         )
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -97,8 +96,6 @@ class RunServices:
     retention: Retention
     bulk: BulkWriter | None
     standing: StandingEdits
-    #: Signs the encoded final of a trace, if the engine has a key.
-    sign: Callable[[str, bytes], bytes] | None = None
     #: Makes the traces' OpenTelemetry spans, if the adapter makes any.
     spans: TraceSpans | None = None
     #: Counts how often each limit was reached.
@@ -149,8 +146,6 @@ class TraceRun:
         tally = services.retention.tally(submission.trace, attempt.number)
         bulk = services.bulk.of_trace(submission.trace) if services.bulk is not None else None
         self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
-        if services.sign is not None:
-            self._stream.sign = partial(services.sign, submission.trace)
         self.span = attempt.span
         self._stream.observer = attempt.observer
         self._submission = submission

@@ -10,7 +10,7 @@ import msgspec
 
 from tracewire_bus.bus import Writer
 from tracewire_bus.store.lifecycle import lifecycle_fields
-from tracewire_bus.wire.codec import encode, encode_output, sign_final
+from tracewire_bus.wire.codec import encode, encode_output
 from tracewire_bus.wire.messages import (
     Accepted,
     EngineInfo,
@@ -81,8 +81,6 @@ class TraceStream:
         self.bulk = bulk
         #: Is called with each event as it is queued, if it is set.
         self.observer: Callable[[Event], None] | None = None
-        #: Signs the encoded final, if it is set.
-        self.sign: Callable[[bytes], bytes] | None = None
         #: The number of the last event, -1 before the first.
         self.seq = -1
         #: Whether a final event has been queued.
@@ -126,7 +124,7 @@ class TraceStream:
 
     def _queue(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, str]:
         event.attempt, event.seq = self._attempt, self.seq + 1
-        data = encode_output(event) if type(event) is RawOutput else self._encoded(event)
+        data = encode_output(event) if type(event) is RawOutput else encode(event)
         queued = self._writer.submit(
             self._trace,
             event.attempt,
@@ -146,11 +144,6 @@ class TraceStream:
             self._tally.over = self._tally.over or final
             self._tally.add(len(data))
         return queued
-
-    def _encoded(self, event: Event) -> bytes:
-        if self.sign is None or not isinstance(event, Final):
-            return encode(event)
-        return sign_final(event, self.sign)
 
     def _lifecycle(self, event: Event) -> list[Any]:
         """The lifecycle entry of an event."""

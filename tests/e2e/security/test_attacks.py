@@ -6,7 +6,7 @@ The client has all of Redis, as far as a test can: it calls the scripts as any c
 from __future__ import annotations
 
 import time
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 
 import tracewire
 from tests.support.identities import ENGINE, Identities, running, signing_bus
-from tests.support.scripted_engine import acts
+from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
+from tests.support.until import until
 from tracewire import Client, Final, TraceRejected
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.approvals import Approvals
@@ -167,6 +168,62 @@ async def test_a_tenant_has_no_more_traces_than_its_quota(keys: Identities, bus:
         with pytest.raises(tracewire.TraceCancelled):
             await trace.result()
         await alice.trace("tiny", "valid", max_tokens=3).result()
+
+
+async def test_traces_that_come_together_are_no_more_than_the_quota(keys: Identities, bus: Bus) -> None:
+    keys.ring.write([msgspec.structs.replace(key, quotas={"traces": 2}) for key in keys.ring.listed()])
+    proofs = Proofs(keys.signer("alice"), prefix=bus.keys.prefix)
+    for number in range(8):
+        long = Invoke(prompt="valid", sampling={"max_tokens": 100_000})
+        await put(
+            bus,
+            f"t{number}",
+            proofs.content("submit", "tiny", f"t{number}", encode(submission(f"t{number}", invokes=[long]))),
+        )
+    # The engine takes all of them at once.
+    async with keys.served(bus), keys.client(bus, "alice") as client:
+        refused = 0
+        async with anyio.create_task_group() as group:
+
+            async def wait(trace: str) -> None:
+                nonlocal refused
+                assert (await refusal(client, trace)).type == "QuotaExceeded"
+                refused += 1
+                if refused == 6:
+                    group.cancel_scope.cancel()
+
+            for number in range(8):
+                group.start_soon(wait, f"t{number}")
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["nobody", "a key of another tenant"])
+async def test_an_entry_in_another_model_s_queue_neither_ends_nor_takes_a_trace(
+    signed: bool, keys: Identities, bus: Bus
+) -> None:
+    """Everybody who may submit can put an entry under another's trace id there, by the scripts alone."""
+    other = ScriptedEngine(partial(anyio.sleep, 0.005))
+    signer = keys.signer("bob") if signed else None
+    data = Proofs(signer, prefix=bus.keys.prefix).content
+    async with (
+        keys.served(bus),
+        serving(bus, other, info("other", engine="other-engine"), identity=keys.strict),
+        keys.client(bus, "alice") as alice,
+    ):
+        await until(lambda: bus.registry.alive("other-engine"))
+        trace = await running(alice)
+        mine = encode(submission(trace.id, model="other"))
+        await bus.queue.put("other", trace.id, data("submit", "other", trace.id, mine))
+        await until(bus.dead_letters.count)
+        (letter,) = await bus.dead_letters.list()
+        assert letter.trace == trace.id
+        assert ("was submitted to another model" if signed else "--unsigned refuse") in letter.reason
+        # It runs on, and its owner steers it.
+        await alice.steer(trace.id, alpha=2.0)
+        async for event in alice.subscribe(trace.id, since="start"):
+            assert event.type not in ("final", "restarted")
+            if event.type == "steered":
+                break
+        await alice.cancel(trace.id)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +394,8 @@ async def test_an_edit_needs_a_signature_the_right_and_the_right_to_its_code(key
         signed = await bus.command("HGET", entries, "calm")
         await bus.edits.install("tiny", msgspec.structs.replace(edit, name="loud"))
         await bus.command("HSET", entries, "loud", signed)
+        # The engine may have read it before: another change has it look again.
+        await bus.edits.install("tiny", msgspec.structs.replace(edit, name="other"))
         await adapter._standing.refresh()
         assert "the signature is not of key 'alice'" in adapter._info.edit_errors["loud"]
         assert "calm" not in adapter._info.edit_errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,11 +48,27 @@ def test_a_crash_and_a_stall_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.crashes["one"], found.stalls["one"]) == ((3, 0) if decode is crash else (0, 3))
 
 
+def test_growth_is_found_where_messages_leave_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bytes] = []
+
+    def measured(keep: Callable[[bytes], None]) -> float:
+        monkeypatch.setattr(fuzz, "DECODERS", {"submission": keep})
+        return fuzz.fuzz_decoders(20_000, 5).growth_mib
+
+    # The largest messages need megabytes, which no decoder keeps.
+    assert measured(lambda data: None) < fuzz.GROWTH_MIB / 4
+    # 16,000 messages that leave 600 bytes each.
+    assert measured(lambda data: kept.append(bytes(600))) >= fuzz.GROWTH_MIB
+    kept.clear()
+    # Objects of Python alone.
+    assert measured(lambda data: kept.append([data[:1], len(data) + 0.5, [], []])) >= fuzz.GROWTH_MIB  # type: ignore[arg-type]
+
+
 def test_the_command_prints_one_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz.main(["--messages", "400", "--live", "100", "--json", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     result: dict[str, Any] = json.loads(out)
     assert result["messages"] == 400
     assert {name: result[name] for name in ("crashes", "stalls")} == {"crashes": 0, "stalls": 0}
-    assert result["growth_mib"] >= 0
+    assert 0 <= result["growth_mib"] < fuzz.GROWTH_MIB
     assert "seed 3" in err

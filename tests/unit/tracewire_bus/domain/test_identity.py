@@ -20,9 +20,9 @@ from tracewire_bus.domain.identity import (
     new_key,
     verify_final,
 )
-from tracewire_bus.wire.codec import decode_event, sign_final
+from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.messages import Final
-from tracewire_bus.wire.signing import Envelope, unwrap
+from tracewire_bus.wire.signing import MOST_AT_ONCE, Envelope, unwrap
 
 
 @pytest.fixture
@@ -177,15 +177,22 @@ def test_a_key_file_s_error_shows_nothing_of_the_key(keys: Identities, tmp_path:
         Signer.load(tmp_path / "none.key")
 
 
-def test_a_final_is_of_its_engine_and_trace(keys: Identities) -> None:
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_a_final_is_of_its_engine_and_trace(keys: Identities, count: int) -> None:
     engine = keys.signer("engine")
-    final = Final(attempt=1, seq=3, status="finished")
-    data = sign_final(final, lambda text: engine.sign_final("tw", "t", text))
-    found = decode_event(data)
-    assert isinstance(found, Final)
+    finals = [(f"t{number}", encode(Final(attempt=1, seq=number, status="finished"))) for number in range(count)]
     trusted = [keys.signer("alice").public, engine.public]
-    assert verify_final(trusted, "tw", "t", data, found.signature)
-    assert not verify_final(trusted, "tw", "u", data, found.signature)
-    assert not verify_final(trusted[:1], "tw", "t", data, found.signature)
-    assert not verify_final(trusted, "tw", "t", data.replace(b"finished", b"failured"), found.signature)
-    assert not verify_final(trusted, "tw", "t", data, b"")
+    signatures = set()
+    for (trace, _), data in zip(finals, engine.sign_finals("tw", finals), strict=True):
+        found = decode_event(data)
+        assert isinstance(found, Final)
+        signatures.add(found.signature)
+        assert verify_final(trusted, "tw", trace, data, found.signature)
+        assert not verify_final(trusted, "tw", "u", data, found.signature)
+        assert not verify_final(trusted, "tx", trace, data, found.signature)
+        assert not verify_final(trusted[:1], "tw", trace, data, found.signature)
+        assert not verify_final(trusted, "tw", trace, data.replace(b"finished", b"failured"), found.signature)
+        for wrong in (b"", found.signature[:64], found.signature + bytes(32), found.signature[:-1], bytes(64)):
+            if wrong != found.signature:
+                assert not verify_final(trusted, "tw", trace, data, wrong), wrong
+    assert len(signatures) == -(-count // MOST_AT_ONCE)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
+import pytest
+
 from tests.support.identities import Identities
+from tracewire_bus.domain.identity import SignatureRefused
 from tracewire_bus.store.proofs import Proofs
-from tracewire_bus.wire.codec import decode_event, sign_final
+from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.messages import Final
-from tracewire_bus.wire.signing import decode_envelope, unwrap
+from tracewire_bus.wire.signing import MOST_AT_ONCE, decode_envelope, unwrap
 
 
 def test_content_and_orders_are_signed_for_one_bus(tmp_path: Path) -> None:
@@ -29,10 +33,61 @@ def test_without_a_key_nothing_is_signed() -> None:
 
 def test_finals_are_genuine_if_a_trusted_engine_has_signed_them(tmp_path: Path) -> None:
     engine = Identities(tmp_path).signer("engine")
-    data = sign_final(Final(attempt=1, seq=0, status="finished"), lambda text: engine.sign_final("tw", "t", text))
+    (data,) = Proofs(engine, prefix="tw").finals([("t", encode(Final(attempt=1, seq=0, status="finished")))])
     final = decode_event(data)
     assert isinstance(final, Final)
     assert Proofs(None, [engine.public], "tw").is_genuine("t", memoryview(data), final)
     assert not Proofs(None, [engine.public], "tx").is_genuine("t", data, final)
     assert not Proofs(None, ["ab" * 32], "tw").is_genuine("t", data, final)
     assert Proofs().is_genuine("t", data, final)
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST_AT_ONCE, MOST_AT_ONCE + 1, 40])
+async def test_submissions_of_one_turn_have_one_signature(tmp_path: Path, count: int) -> None:
+    keys = Identities(tmp_path)
+    proofs = Proofs(keys.signer("alice"), prefix="tw")
+    made: dict[str, bytes] = {}
+
+    async def submit(trace: str) -> None:
+        made[trace] = await proofs.submission("m", trace, trace.encode())
+
+    async with anyio.create_task_group() as group:
+        for number in range(count):
+            group.start_soon(submit, f"t{number}")
+    signatures = set()
+    for trace, data in made.items():
+        envelope, content = unwrap(data)
+        assert envelope is not None
+        assert content == trace.encode()
+        assert keys.ring.verify(envelope, "submit", "tw", "m", trace, content).id == "alice"
+        signatures.add(envelope.signature)
+        # It does not cover anything else.
+        for other in (("submit", "tw", "m", "else"), ("edit", "tw", "m", trace), ("submit", "tx", "m", trace)):
+            with pytest.raises(SignatureRefused, match="is not of key 'alice'"):
+                keys.ring.verify(envelope, *other, content)  # type: ignore[arg-type]
+        with pytest.raises(SignatureRefused, match="is not of key 'alice'"):
+            keys.ring.verify(envelope, "submit", "tw", "m", trace, content + b"x")
+    assert len(signatures) == -(-count // MOST_AT_ONCE)
+
+
+async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path) -> None:
+    keys = Identities(tmp_path)
+    proofs = Proofs(keys.signer("alice"), prefix="tw")
+    made: list[bytes] = []
+
+    async def submit() -> None:
+        made.append(await proofs.submission("m", "t", b"x"))
+
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            group.start_soon(submit)
+            await proofs.submission("m", "u", b"y")
+    envelope, content = unwrap(made[0])
+    assert envelope is not None
+    assert keys.ring.verify(envelope, "submit", "tw", "m", "t", content).id == "alice"
+
+
+async def test_without_a_key_a_submission_stays_as_it_is() -> None:
+    assert await Proofs().submission("m", "t", b"x") == b"x"
+    assert Proofs().finals([("t", b"x")]) == [b"x"]

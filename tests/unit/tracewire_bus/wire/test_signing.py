@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import Invoke, Submission
-from tracewire_bus.wire.signing import Envelope, decode_envelope, encode_envelope, signed_text, unwrap, wrap
+from tracewire_bus.wire.codec import decode_event, encode
+from tracewire_bus.wire.messages import Final, Invoke, Submission
+from tracewire_bus.wire.signing import (
+    MOST_AT_ONCE,
+    Envelope,
+    covering_text,
+    decode_envelope,
+    encode_envelope,
+    joint_digests,
+    signed_text,
+    unwrap,
+    with_signature,
+    without_signature,
+    wrap,
+)
 
+TEXTS = [signed_text("submit", "tw", "m", f"t{number}", Envelope("a", 1, b""), b"") for number in range(3)]
 ENVELOPE = Envelope("alice", 1000, b"n" * 16, b"s" * 64, "red")
 
 
@@ -24,8 +37,8 @@ def test_what_is_no_envelope_is_refused() -> None:
     for length in range(1, len(signed) - len(b"content")):
         with pytest.raises(ValueError):
             unwrap(signed[:length])
-    with pytest.raises(ValueError, match="at most 512 bytes"):
-        decode_envelope(b"\x95" + b"\xd9\xff" * 300)
+    with pytest.raises(ValueError, match="at most 1024 bytes"):
+        decode_envelope(b"\x95" + b"\xd9\xff" * 600)
 
 
 def test_everything_that_a_signature_is_for_is_covered() -> None:
@@ -44,3 +57,30 @@ def test_everything_that_a_signature_is_for_is_covered() -> None:
     # Fields do not run into each other.
     texts.add(signed_text("submit", "twm", "", "t", ENVELOPE, b"content"))
     assert len(texts) == 11
+
+
+def test_a_signature_of_several_messages_covers_these_and_no_other() -> None:
+    digests = joint_digests(TEXTS[:2])
+    covering = covering_text(TEXTS[0], digests)
+    assert covering is not None
+    assert covering == covering_text(TEXTS[1], digests)
+    assert covering_text(TEXTS[2], digests) is None
+    # It is never what a signature of one message is of.
+    assert covering[0] != TEXTS[0][0]
+    assert covering_text(TEXTS[0], b"") == TEXTS[0]
+    # Digests that lie across two others, cut ones and too many are none.
+    assert covering_text(TEXTS[0], b"x" * 16 + digests + b"x" * 16) is None
+    assert covering_text(TEXTS[0], digests[:-1]) is None
+    assert covering_text(TEXTS[0], digests * MOST_AT_ONCE) is None
+
+
+def test_a_final_is_found_without_its_signature() -> None:
+    final = encode(Final(attempt=1, seq=0, status="finished"))
+    for signature in (b"s" * 64, b"s" * 64 + joint_digests(TEXTS), b"s" * 300):
+        signed = with_signature(final, signature)
+        decoded = decode_event(signed)
+        assert isinstance(decoded, Final)
+        assert decoded.signature == signature
+        assert without_signature(signed, signature) == final
+        assert without_signature(signed, signature[1:]) is None
+    assert without_signature(final, b"") is None

@@ -1,4 +1,4 @@
-"""A submission is admitted until its trace has ended, and while its tenant has room."""
+"""A submission is admitted while its tenant and its client have room, also among entries that come together."""
 
 from __future__ import annotations
 
@@ -8,33 +8,57 @@ import msgspec
 import pytest
 
 from tests.support.identities import Identities
-from tracewire_bus.bus import Bus
+from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.store.queue_entries import Taken
 from tracewire_engine.adapter.admissions import Admissions
 from tracewire_engine.adapter.engine_api import Rejection
-from tracewire_engine.adapter.gate import Gate
+from tracewire_engine.adapter.gate import Admitted, Gate
 
 
-async def test_a_tenant_s_traces_are_counted_while_they_run(bus: Bus, tmp_path: Path) -> None:
+def entry(keys: Identities, id: str, trace: str) -> Taken:
+    data = Proofs(keys.signer(id), prefix="tw").content("submit", "m", trace, b"x")
+    return Taken(trace, {b"d": data}, keys.ring.path.stat().st_mtime)
+
+
+async def test_a_tenant_s_traces_are_counted_from_their_admission_on(tmp_path: Path) -> None:
     keys = Identities(tmp_path)
     keys.ring.write([msgspec.structs.replace(key, quotas={"traces": 1}) for key in keys.ring.listed()])
-    admissions = Admissions(bus, Gate(keys.strict, bus.keys.prefix, "m", "e"))
-
-    def entry(id: str, trace: str) -> Taken:
-        data = Proofs(keys.signer(id), prefix=bus.keys.prefix).content("submit", "m", trace, b"x")
-        return Taken(trace, {b"d": data}, keys.ring.path.stat().st_mtime)
-
-    first = entry("alice", "t")
-    admitted = await admissions.admit("t", first)
-    with admissions.running(admitted):
-        with pytest.raises(Rejection, match="1 traces of tenant 'red' run here, its key's quota is 1") as refused:
-            await admissions.admit("u", entry("ann", "u"))
+    admissions = Admissions(Gate(keys.strict, "tw", "m", "e"))
+    with admissions.seat() as seat:
+        admitted = await admissions.admit("t", entry(keys, "alice", "t"), seat)
+        # The first one does not run yet.
+        says = "1 traces of tenant 'red' run here, its key's quota is 1"
+        with admissions.seat() as late, pytest.raises(Rejection, match=says) as refused:
+            await admissions.admit("u", entry(keys, "ann", "u"), late)
         assert refused.value.failure.type == "QuotaExceeded"
-        await admissions.admit("v", entry("bob", "v"))
-    # It comes again while the engine has it, and not when its trace has ended.
-    assert (await admissions.admit("t", first)).content == b"x"
+        with admissions.seat() as other:
+            await admissions.admit("v", entry(keys, "bob", "v"), other)
+    with admissions.seat() as seat:
+        await admissions.admit("u", entry(keys, "ann", "u"), seat)
+    # No tenant that has gone is remembered.
+    assert not admissions._of_tenants
+    assert admitted.content == b"x"
+
+
+async def test_a_client_s_traces_are_counted_from_their_admission_on(tmp_path: Path) -> None:
+    admissions = Admissions(Gate(Identities(tmp_path).strict, "tw", "m", "e"), client_traces=1)
+    with admissions.seat() as seat, admissions.seat() as late:
+        admissions.admit_client("me", seat)
+        with pytest.raises(LimitExceeded, match="has 1 traces running on this engine, and may have 1"):
+            admissions.admit_client("me", late)
+        admissions.admit_client("another", late)
+    assert not admissions._of_clients
+
+
+async def test_a_signed_submission_has_one_mark_until_it_ends(tmp_path: Path) -> None:
+    keys = Identities(tmp_path)
+    admissions = Admissions(Gate(keys.strict, "tw", "m", "e"))
+    with admissions.seat() as seat:
+        admitted = await admissions.admit("t", entry(keys, "alice", "t"), seat)
+    mark = admissions.mark(admitted)
+    assert mark is not None
+    assert admissions.mark(admitted) == mark
     admissions.end(admitted)
-    with pytest.raises(Rejection, match="the submission of key 'alice' was replayed"):
-        await admissions.admit("t", first)
-    await admissions.admit("u", entry("ann", "u"))
+    assert admissions.mark(admitted) != mark
+    assert admissions.mark(Admitted(b"x")) is None

@@ -22,7 +22,6 @@ from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus, BusUnavailable, NotAllowed
-from tracewire_bus.domain.limit_table import Limits
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_bus.wire.packing import pack
@@ -43,11 +42,11 @@ async def test_an_entry_waits_for_a_redis_that_is_away_while_it_is_opened(
             records, opening = adapter._bus.records, anyio.Event()
             plain = records.open
 
-            async def opened(trace: str, name: str, attempt: int, limits: Limits) -> Any:
+            async def opened(*given: Any, **named: Any) -> Any:
                 way.away = True
                 await way.cut()
                 try:
-                    return await plain(trace, name, attempt, limits)
+                    return await plain(*given, **named)
                 finally:
                     way.away = False
                     opening.set()
@@ -206,12 +205,12 @@ async def test_what_redis_refuses_to_begin_is_not_asked_for_all_the_time(
     open_ = bus.records.open
     asked = 0
 
-    async def refused(trace: str, *more: Any) -> Any:
+    async def refused(trace: str, *more: Any, **named: Any) -> Any:
         nonlocal asked
         if trace == "refused":
             asked += 1
             raise NotAllowed("Redis does not allow this user that")
-        return await open_(trace, *more)
+        return await open_(trace, *more, **named)
 
     monkeypatch.setattr(bus.records, "open", refused)
     async with serving(bus, free()) as adapter:
@@ -276,9 +275,9 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
     async with serving(bus, engine) as adapter:
         opening = adapter._intake._checked
 
-        async def checks(entry: Any) -> Any:
+        async def checks(entry: Any, *more: Any) -> Any:
             await bus.records.end(entry.trace, "failed", Failure(type="Test", message="ended by others"))
-            return await opening(entry)
+            return await opening(entry, *more)
 
         def check(*_: Any) -> None:
             ended.set()

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tracewire_bus.bus import Bus
+from tracewire_bus.store.trace_records import NonceMark, Replayed
 from tracewire_bus.wire.signing import Envelope
 from tracewire_engine.adapter.nonces import Nonces
 
 
 async def test_a_submission_is_taken_once_for_each_attempt(bus: Bus) -> None:
-    nonces, one, other = Nonces(bus), Envelope("alice", 1000, b"n" * 16), Envelope("alice", 1000, b"m" * 16)
-    assert await nonces.take("t", one, 1)
+    nonces, one, other = Nonces(), Envelope("alice", 1000, b"n" * 16), Envelope("alice", 1000, b"m" * 16)
+
+    async def take(mark: NonceMark, attempt: int, trace: str = "t") -> bool:
+        # Somebody has removed the record, which knows the last attempt.
+        await bus.command("DEL", bus.keys.record(trace))
+        try:
+            await bus.records.open(trace, "e", attempt, mark=mark)
+        except Replayed:
+            return False
+        return True
+
+    assert await take(nonces.mark(one), 1)
     # Redis did not answer while it was begun.
-    assert await nonces.take("t", one, 1)
+    assert await take(nonces.mark(one), 1)
     nonces.end(one)
-    assert not await nonces.take("t", one, 1)
+    assert not await take(nonces.mark(one), 1)
     # Its engine was lost, and another one takes it.
-    assert await Nonces(bus).take("t", one, 2)
-    assert not await Nonces(bus).take("t", one, 2)
-    assert not await Nonces(bus).take("t", one, 1)
-    assert await nonces.take("t", other, 1)
-    assert await nonces.take("u", one, 1)
+    assert await take(Nonces().mark(one), 2)
+    assert not await take(Nonces().mark(one), 2)
+    assert not await take(Nonces().mark(one), 1)
+    assert await take(nonces.mark(other), 1)
+    assert await take(nonces.mark(one), 1, "u")
+
+
+@pytest.mark.parametrize("mark", [b"", b"1", b"1:", b"x:ab", b"1:ab:"])
+async def test_a_malformed_mark_lets_no_submission_run(bus: Bus, mark: bytes) -> None:
+    made = Nonces().mark(Envelope("alice", 1000, b"n" * 16))
+    await bus.command("SET", bus.keys.nonce("t", made.key, made.nonce), mark)
+    with pytest.raises(Replayed):
+        await bus.records.open("t", "e", 5, mark=made)
