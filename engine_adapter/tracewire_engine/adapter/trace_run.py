@@ -352,13 +352,16 @@ class TraceRun:
         if self.live is not None:
             self._reports.live[run] = self.live
         shared = self._begin_shared(names)
+        tenant = "" if self.owner is None else self.owner.tenant
         prepared = []
         for index, block in enumerate(self._attempt.blocks):
             edits = self._attempt.edits[index] if self._attempt.edits else None
             declared = edits.declared(self._attempt.declared) if edits else self._attempt.declared
             blocks = edits.blocks if edits else None
             prepared.append(
-                await self._engine.prepare(self._submission, index, block, declared, run, edits=blocks, shared=shared)
+                await self._engine.prepare(
+                    self._submission, index, block, declared, run, edits=blocks, shared=shared, tenant=tenant
+                )
             )
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):
             if self._ending is not None:

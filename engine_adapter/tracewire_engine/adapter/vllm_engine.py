@@ -219,6 +219,7 @@ class VllmEngine:
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        tenant: str = "",
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
@@ -229,15 +230,16 @@ class VllmEngine:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
         result = block is not None and asks_result(invoke.block or submission.block)
-        extra = {
+        extra: dict[str, Any] = {
             BLOCK_ARG: block,
             RESULT_ARG: result or None,
             PERMIT_ARG: self.permit(block) if block is not None else None,
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
-            TRACE_ARG: None if (block, edits) == (None, None) else (run, sum(map(_choices, submission.invokes))),
         }
+        if (block, edits) != (None, None):
+            extra[TRACE_ARG] = run, sum(map(_choices, submission.invokes)), tenant
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
         if tells_end := stops and (block is not None or edits is not None):
