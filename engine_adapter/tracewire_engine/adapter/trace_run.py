@@ -132,6 +132,11 @@ class Attempt:
     span: AttemptSpan | None = None
 
     @property
+    def tenant(self) -> str:
+        """The tenant of the key that has signed the submission; empty without one."""
+        return "" if self.owner is None else self.owner.tenant
+
+    @property
     def observer(self) -> Callable[[Event], None] | None:
         """Takes each event of the attempt for its span, if the span is sampled."""
         return self.span.event if self.span is not None and self.span.recording else None
@@ -352,7 +357,6 @@ class TraceRun:
         if self.live is not None:
             self._reports.live[run] = self.live
         shared = self._begin_shared(names)
-        tenant = "" if self.owner is None else self.owner.tenant
         prepared = []
         for index, block in enumerate(self._attempt.blocks):
             edits = self._attempt.edits[index] if self._attempt.edits else None
@@ -360,7 +364,7 @@ class TraceRun:
             blocks = edits.blocks if edits else None
             prepared.append(
                 await self._engine.prepare(
-                    self._submission, index, block, declared, run, edits=blocks, shared=shared, tenant=tenant
+                    self._submission, index, block, declared, run, blocks, shared, self._attempt.tenant
                 )
             )
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):
@@ -583,5 +587,5 @@ def _accepted(
         prompt_token_strings=[one for one in strings if one is not None],
         code=list(attempt.code),
         key="" if attempt.owner is None else attempt.owner.id,
-        tenant="" if attempt.owner is None else attempt.owner.tenant,
+        tenant=attempt.tenant,
     )

@@ -230,19 +230,19 @@ class VllmEngine:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
         result = block is not None and asks_result(invoke.block or submission.block)
-        extra: dict[str, Any] = {
+        blocks = (block, edits) != (None, None)
+        extra = {
             BLOCK_ARG: block,
             RESULT_ARG: result or None,
             PERMIT_ARG: self.permit(block) if block is not None else None,
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
+            TRACE_ARG: (run, sum(map(_choices, submission.invokes)), tenant) if blocks else None,
         }
-        if (block, edits) != (None, None):
-            extra[TRACE_ARG] = run, sum(map(_choices, submission.invokes)), tenant
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
-        if tells_end := stops and (block is not None or edits is not None):
+        if tells_end := stops and blocks:
             extra_args[END_ARG] = True
         if extra_args:
             if submission.live != _NONE_LIVE:
@@ -253,9 +253,8 @@ class VllmEngine:
             # Edited activations end up in the KV cache, and must serve no other request.
             prompt["cache_salt"] = submission.trace
         params.extra_args = extra_args or None
-        params.output_kind = RequestOutputKind.DELTA
         # No other object uses these params, so vLLM need not copy them.
-        params.skip_clone = True
+        params.output_kind, params.skip_clone = RequestOutputKind.DELTA, True
         return Prepared(
             prompt=prompt,
             prompt_tokens=len(token_ids),

@@ -187,11 +187,11 @@ class ReportThread:
             for trace in over:
                 self._close_if_over(trace)
         elif isinstance(report, Chunk):
-            trace = self._trace_of(host, report.request)
-            if self._blobs is not None and trace is not None:
-                self._large.add(trace.name)
+            owner = self._trace_of(host, report.request)
+            if self._blobs is not None and owner is not None:
+                self._large.add(owner.name)
                 chunk = BlobChunk(report.request, report.blob, report.number)
-                self._blobs.relay((trace.name, 0), chunk, report.data)
+                self._blobs.relay((owner.name, 0), chunk, report.data)
         elif isinstance(report, Ready):
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
