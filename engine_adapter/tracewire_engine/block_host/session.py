@@ -220,13 +220,7 @@ class Session:
 
     def generated(self, message: bytes) -> None:
         """Take the adapter's message about an ended request."""
-        requests = self._requests
-        name, waiting = requests.results.take(message)
-        for request, progress in waiting:
-            self._finisher.wind_up(request, progress)
-        if not any(other.engine_id == name for other in requests.requests.values()):
-            requests.results.forget(name)
-        self._reporter.send(wait=True)
+        self._finisher.take_result(message)
 
     # --- what the worker asks -----------------------------------------------------------------------------------------
 
