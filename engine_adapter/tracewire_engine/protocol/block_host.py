@@ -183,8 +183,8 @@ class Answer(msgspec.Struct, array_like=True):
 class Reported(msgspec.Struct, array_like=True, tag="reported"):
     """A host's report: the new saves of a step and the ends of requests.
 
-    It goes at the end of a turn without a reply, or if there is something to report. `turns` says how many turns the host
-    has taken, and `mark` is that of the last `Ended` among them.
+    It follows each turn that is not replied to, and each turn of which there is something to report. `turns` says how
+    many turns the host has taken, and `mark` is that of the last `Ended` among them.
     """
 
     steps: list[StepRecord] = []
