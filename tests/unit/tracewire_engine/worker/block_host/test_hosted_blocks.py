@@ -61,7 +61,7 @@ import torch
 kept = []
 for step in tracer.iter[:]:
     h = model.model.layers[1].output[0]
-    kept += [torch.empty(1 << 30)]
+    kept += [torch.empty(1 << 31)]
 """
 
 #: This one has known functions only.
@@ -69,7 +69,7 @@ SHARED_BOMB = """
 kept = [].save()
 for step in tracer.iter[:]:
     h = model.model.layers[1].output[0]
-    kept.append(torch.ones(1 << 30))
+    kept.append(torch.ones(1 << 31))
 """
 
 FAILS = """
