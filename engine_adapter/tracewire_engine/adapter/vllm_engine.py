@@ -219,7 +219,7 @@ class VllmEngine:
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
-        tenant: str = "",
+        tenant: str | None = "",
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""

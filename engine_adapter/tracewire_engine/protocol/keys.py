@@ -53,7 +53,7 @@ RESULT_ARG = "tracewire_result"
 END_ARG = "tracewire_end"
 
 #: The name of its trace's attempt, how many choices all requests of the attempt have together, and the tenant of the
-#: trace's key (empty without one).
+#: trace's key (empty without one; `None` if its blocks share no process with other traces').
 TRACE_ARG = "tracewire_trace"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.

@@ -88,6 +88,8 @@ class BlockHost:
         self.shared_names: dict[str, HostedTrace] = {}
         self.new: list[Arrived] = []
         self.failure: Failure | None = None
+        #: Whether it failed while it had several traces, so that nobody knows whose blocks it was.
+        self.failed_together = False
         #: The locations that its blocks may ask for, if all of them only read. Then the model never waits for it.
         #: `None`: the model waits wherever a block asks for something.
         self.reads: frozenset[str] | None = frozenset() if kind is None or kind[1] else None
@@ -165,6 +167,14 @@ class BlockHost:
                 return False
             self.retired = True
             return True
+
+    def fail(self, failure: Failure) -> bool:
+        """Note why it is of no use any more. Returns whether that was not known before."""
+        if self.failure is not None:
+            return False
+        self.failed_together = len(self.traces) > 1
+        self.failure = failure
+        return True
 
     # --- its turns ----------------------------------------------------------------------------------------------------
 

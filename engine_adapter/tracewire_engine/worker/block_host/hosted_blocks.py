@@ -1,7 +1,8 @@
 """Runs the blocks of all traces in hosts: tells the hosts what the model reaches, and waits for them where it must.
 
 A host belongs to one trace, or to several of one tenant whose blocks only compute (`tenant_hosts.py`). So a block that
-takes its host down, or that does not answer in time, costs no trace of another tenant.
+takes its host down, or that does not answer in time, costs no trace of another tenant, and the tenant's other traces in
+the host an attempt.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class HostedBlocks:
         request_id: str,
         request: Any,
         arguments: dict[str, Any],
-        trace: tuple[str, int, str],
+        trace: tuple[str, int, str | None],
         reserved: Iterable[str],
     ) -> None:
         """Take a new request with blocks.
@@ -103,7 +104,8 @@ class HostedBlocks:
             request_id: the scheduler's id.
             request: the worker's record of the request.
             arguments: those of its `extra_args` for blocks.
-            trace: the name of its trace's attempt, how many choices all requests of it have together, and its tenant.
+            trace: the name of its trace's attempt, how many choices all requests of it have together, and its tenant
+                (`None`: it shares no host).
             reserved: the names under which declared interventions of the request save.
 
         Raises:
@@ -390,8 +392,7 @@ class HostedBlocks:
 
     def _fail(self, host: BlockHost, failure: Failure) -> None:
         """End a host that is gone, or of no use any more."""
-        if host.failure is None:
-            host.failure = failure
+        if host.fail(failure):
             logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
         host.process.kill()
         self._reports.lose(host)

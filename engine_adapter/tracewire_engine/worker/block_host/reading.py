@@ -24,6 +24,9 @@ from tracewire_engine.protocol.block_host import ModuleOutline
 
 __all__ = ["Account", "ModelPaths", "account_of", "union"]
 
+#: Of a larger power of an integer, nothing is certain but that it takes long.
+_LARGEST_POWER = 64
+
 #: More locations than this are not copied in each step; the model waits for such a block instead.
 MOST = 256
 
@@ -258,7 +261,7 @@ class _Reader:
             self._value(node.value)
             self._change(node.target)
         elif isinstance(node, ast.For):
-            kind = self._expression(node.iter)
+            kind = self._items_of(node.iter)
             if isinstance(kind, _Modules) and not kind.several:
                 kind = _Modules(tuple(self._items(kind)), several=True)
             self._target(node.target, _Modules(kind.paths) if isinstance(kind, _Modules) and kind.several else _VALUE)
@@ -325,6 +328,10 @@ class _Reader:
                 raise _Unknown
         self._writes = True
 
+    def _items_of(self, node: ast.expr) -> _Kind:
+        """Take what a loop goes through: also a `range` of any length, since each turn of a loop can be interrupted."""
+        return self._call(node, looped=True) if isinstance(node, ast.Call) else self._expression(node)
+
     def _is_own(self, name: str, check: Callable[[ast.expr], bool]) -> bool:
         """Whether all that a name is ever assigned passes a check, and something is."""
         values = self._assigned.get(name, ())
@@ -350,7 +357,7 @@ class _Reader:
             return self._subscript(node)
         if isinstance(node, ast.Call):
             return self._call(node)
-        if not isinstance(node, _PLAIN):
+        if not isinstance(node, _PLAIN) or (isinstance(node, ast.BinOp) and _may_grow(node)):
             raise _Unknown
         self._parts(node)
         return _VALUE
@@ -360,7 +367,8 @@ class _Reader:
         parts = list(ast.iter_child_nodes(node))
         for part in parts:
             if isinstance(part, ast.comprehension):
-                self._value(part.iter)
+                if self._items_of(part.iter) is not _VALUE:
+                    raise _Unknown
                 self._run_through(part.target, part.iter)
                 for condition in part.ifs:
                     self._value(condition)
@@ -436,14 +444,14 @@ class _Reader:
         path = kind.paths[0]
         return [self._paths.same[f"{path}.{name}"] for name in self._paths.children[path]]
 
-    def _call(self, node: ast.Call) -> _Kind:
+    def _call(self, node: ast.Call, *, looped: bool = False) -> _Kind:
         for word in node.keywords:
             if word.arg in (None, "out", "inplace", "key"):
                 raise _Unknown
             self._value(word.value)
         function = node.func
         if isinstance(function, ast.Name):
-            if function.id not in _BUILTINS:
+            if function.id not in _BUILTINS or (function.id == "range" and not looped and _numbers_in(node) is None):
                 raise _Unknown
             self._arguments(node)
             return _VALUE
@@ -491,6 +499,17 @@ _PLAIN = (
 )
 
 _DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def _may_grow(node: ast.BinOp) -> bool:
+    """Whether a single operation on small numbers may take for ever."""
+    if isinstance(node.op, ast.LShift):
+        return True
+    if not isinstance(node.op, ast.Pow):
+        return False
+    exponent = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
+    known = exponent.value if isinstance(exponent, ast.Constant) else None
+    return not isinstance(known, int | float) or known > _LARGEST_POWER
 
 
 def _numbers_in(node: ast.expr) -> tuple[int, ...] | None:

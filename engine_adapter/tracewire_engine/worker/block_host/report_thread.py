@@ -126,7 +126,7 @@ class ReportThread:
         """End hosts that are too slow, and those that have had no trace for long."""
         for host in list(self._hosts.values()):
             if self._patience_s and host.failure is None and host.owes(self._patience_s):
-                host.failure = too_slow(self._patience_s, "within one step", len(host.traces))
+                host.fail(too_slow(self._patience_s, "within one step", len(host.traces)))
                 self._lose(host)
             elif not host.traces and time.monotonic() - host.idle_since > IDLE_S and host.retire():
                 self._close(host)
@@ -140,7 +140,7 @@ class ReportThread:
         try:
             send()
         except ChannelClosed:
-            host.failure = host.failure or lost("", len(host.traces))
+            host.fail(lost("", len(host.traces)))
             self._lose(host)
         finally:
             with self.returned:
@@ -169,9 +169,8 @@ class ReportThread:
             for message in host.process.reports.arrived():
                 self._pass_on(host, _reports.decode(message))
         except (ChannelClosed, msgspec.DecodeError) as error:
-            if host.failure is None:
-                why = f"{error}" if isinstance(error, msgspec.DecodeError) else ""
-                host.failure = lost(why, len(host.traces))
+            why = f"{error}" if isinstance(error, msgspec.DecodeError) else ""
+            host.fail(lost(why, len(host.traces)))
             self._lose(host)
 
     def _pass_on(self, host: BlockHost, report: HostReport) -> None:
@@ -196,7 +195,7 @@ class ReportThread:
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
         elif isinstance(report, Broken):
-            host.failure = host.failure or lost(report.message, len(host.traces))
+            host.fail(lost(report.message, len(host.traces)))
 
     @staticmethod
     def _is_step_of(host: BlockHost, step: StepRecord) -> bool:
@@ -272,7 +271,7 @@ class ReportThread:
             return
         one.over = True
         record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=host.failure, steps=one.steps)
-        record.tokens = one.index + 1
+        record.tokens, record.restart = one.index + 1, host.failed_together
         self._send(host, Report(time=time.time(), finishes=[record]))
         self._close_if_over(one.trace)
 

@@ -37,17 +37,17 @@ class TenantHosts:
         self._pool, self._reports, self._most = pool, reports, most
         self._shared: dict[tuple[str, bool], list[BlockHost]] = {}
 
-    def of(self, tenant: str, account: Account) -> BlockHost:
+    def of(self, tenant: str | None, account: Account) -> BlockHost:
         """A host for a trace.
 
         Args:
-            tenant: the trace's.
+            tenant: the trace's; `None` for a host of its own.
             account: of its blocks.
 
         Raises:
             OSError: no host could be started.
         """
-        if not account.computes:
+        if tenant is None or not account.computes:
             return self._started(None)
         kind = tenant, account.reads is not None
         known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=kind[1])]

@@ -58,6 +58,9 @@ LOGITS = {"model.logits"}
         ("p = torch.softmax(model.logits[-1] / live.heat, -1).topk(3).indices", LOGITS),
         ("text = f'{model.logits.shape}'", LOGITS),
         ("pass", frozenset()),
+        ("x = sum(range(8)) + model.logits ** 2 + model.logits ** -0.5", LOGITS),
+        ("for i in range(10 ** 11):\n    x = model.logits", LOGITS),
+        ("x = [model.logits for i in range(int(live.n))]", LOGITS),
     ],
 )
 def test_blocks_that_only_read(source: str, found: set[str]) -> None:
@@ -143,6 +146,11 @@ def test_blocks_that_write_and_only_compute(source: str) -> None:
         H + "h.untyped_storage()",
         H + "h.register_hook(1)",
         "tracer.iter = 1",
+        "x = sum(range(10 ** 11))",
+        "x = list(range(int(live.n)))",
+        "x = 7 ** 10 ** 8",
+        "x = 7 ** int(live.n)",
+        "x = 1 << 10 ** 12",
         "().__class__.__bases__[0].__subclasses__()",
     ],
 )

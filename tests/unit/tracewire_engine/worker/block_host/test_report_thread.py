@@ -107,6 +107,7 @@ def test_a_host_that_is_gone_ends_its_requests() -> None:
     thread.finish(known.records["r", 0])
     (finish,) = sent.next().finishes
     assert (finish.error.type, finish.steps, finish.tokens) == ("BlockHostLost", 2, 6)
+    assert not finish.restart
     assert "it broke" in finish.error.message
 
 
@@ -148,6 +149,7 @@ def test_the_end_of_a_shared_host_ends_each_of_its_traces_and_says_how_many_it_h
         (finish,) = sent.next().finishes
         assert finish.error.type == "BlockHostLost"
         assert "of this trace and of 1 others of its tenant" in finish.error.message
+        assert finish.restart
 
 
 def test_a_shared_host_stays_when_its_traces_are_over_and_a_trace_s_own_does_not() -> None:

@@ -44,7 +44,7 @@ def hosts(most: int = 2) -> tuple[TenantHosts, Beside]:
     return TenantHosts(anything, anything, most), beside
 
 
-def take(found: TenantHosts, tenant: str, account: Account, name: str) -> BlockHost:
+def take(found: TenantHosts, tenant: str | None, account: Account, name: str) -> BlockHost:
     host = found.of(tenant, account)
     assert host.add(HostedTrace(name, host, 1))
     return host
@@ -60,9 +60,9 @@ def test_blocks_that_only_compute_share_a_host_with_their_kind_and_tenant() -> N
     ]
     assert len({id(host) for host in taken}) == 4
     assert all(len(host.traces) == 3 for host in taken)
-    odd = [take(found, "t", ODD, name) for name in "xy"]
-    assert odd[0] is not odd[1]
-    assert [host.kind for host in odd] == [None, None]
+    odd = [take(found, "t", ODD, "x"), take(found, "t", ODD, "y"), take(found, None, READS, "z")]
+    assert len({id(host) for host in (*odd, *taken)}) == 7
+    assert [host.kind for host in odd] == [None, None, None]
 
 
 def test_a_tenant_with_many_traces_has_more_hosts_up_to_a_limit() -> None:
