@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -114,14 +115,16 @@ class HostedModel:
         )
         self.outcomes: dict[str, Outcome] = {}
 
-    def open(self, name: str, block: Block | str, *, trace: str = "", choices: int = 1, **more: Any) -> None:
+    def open(
+        self, name: str, block: Block | str, *, trace: str = "", choices: int = 1, tenant: str = "", **more: Any
+    ) -> None:
         """Take a request with a block."""
         if isinstance(block, str):
             block = Block(name="block", source=block, filename="mine.py", first_line=1)
         arguments = {BLOCK_ARG: msgspec.msgpack.encode(block), **more}
         request: Any = _Request(name)
         self.outcomes[name] = Outcome()
-        self.hosts.open(f"{name}-00000000", request, arguments, (trace or name, choices), [])
+        self.hosts.open(f"{name}-00000000", request, arguments, (trace or name, choices, tenant), [])
 
     def step(self, tokens: Mapping[str, int], index: int) -> Any:
         """Run one step of the model with these requests. Returns the samples."""
@@ -158,10 +161,14 @@ class HostedModel:
         assert self.hosts.finish(f"{name}-00000000", tokens, None, None)
 
     def wait(self, *names: str, timeout_s: float = 60.0) -> None:
-        """Wait until the ends of these requests have been reported."""
+        """Wait until the ends of these requests have been reported, and what they held is given up."""
         until = time.monotonic() + timeout_s
         while any(self.outcomes[name].finish is None for name in names):
             self._take(until)
+        # A host is closed behind the report of its trace's end.
+        settled = threading.Event()
+        self.reports.do(settled.set)
+        assert settled.wait(timeout_s)
 
     def wait_for_step(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until a step of this request has been reported."""
@@ -190,5 +197,5 @@ class HostedModel:
     def close(self) -> None:
         """End all hosts."""
         for trace in list(self.hosts.traces.values()):
-            trace.host.close()
+            trace.host.process.close()
         self.pool.close()

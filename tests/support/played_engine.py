@@ -66,6 +66,7 @@ class PlayedEngine(FakeEngine):
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        tenant: str | None = "",
     ) -> Prepared:
         """Everything is as good as anything."""
         return Prepared(prompt=None, prompt_tokens=1, params=None, choices=1, sampling={})

@@ -193,6 +193,7 @@ class ScriptedEngine(FakeEngine):
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        tenant: str | None = "",
     ) -> Prepared:
         """`max_tokens` and `seed` count."""
         invoke = submission.invokes[index]

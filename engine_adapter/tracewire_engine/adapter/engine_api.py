@@ -143,6 +143,7 @@ class Engine(Protocol):
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        tenant: str | None = "",
     ) -> Prepared:
         """Validate an invoke of a submission.
 
@@ -154,6 +155,8 @@ class Engine(Protocol):
             run: names the run, whose live parameters `steer` changes.
             edits: the blocks of standing interventions, an encoded list of `EditBlock`.
             shared: the trace's shared values, an encoded `SharedValues`.
+            tenant: of the trace's key; empty without one. Blocks of one tenant may share a process; with `None`, these
+                share it with no other trace's.
 
         Raises:
             Rejection: the invoke cannot run; names the field at fault.

@@ -44,6 +44,7 @@ from .live_changes import LiveTrace
 from .live_proofs import LiveProofs
 from .settings import Settings
 from .standing_edits import RequestEdits
+from .trace_end import BlocksLost
 from .trace_run import Attempt, RunServices, TraceRun, first
 from .validation import Validated, Validator, refusal
 
@@ -365,6 +366,7 @@ class Intake:
             proofs=proofs,
             code=validated.code,
             span=span,
+            restarts=entry.tries > 1,
         )
         run = TraceRun(self._services, attempt)
         if opened.cancelled is not None:
@@ -419,12 +421,14 @@ class Intake:
             else:
                 logger.error("engine %s is lost: %s", engine, error)
                 self._lifecycle.give_up()
+        except BlocksLost as error:
+            logger.info("trace %s runs again: %s", submission.trace, error)
+            await self._put_back(entry, str(error))
         except Fenced:
             raise
         except Exception as error:
             logger.exception("trace %s failed in the adapter", submission.trace)
-            # With several invokes the error may come in an exception group.
-            cause = first(error)
+            cause = first(error)  # with several invokes it may come in an exception group
             problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")
         finally:
             if timer is not None:
@@ -444,9 +448,13 @@ class Intake:
                 await self._bus.queue.done(model, entry.trace, engine)
             else:
                 # Another engine has taken the trace by now, or will take it next.
-                why = "another engine wrote to its stream"
-                await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
-                self._bus.queue.note_settled(model, entry.trace)
+                await self._put_back(entry, "another engine wrote to its stream")
+
+    async def _put_back(self, entry: Taken, why: str) -> None:
+        """Let the trace of an entry run again. It loses one of its tries."""
+        model, engine = self._info.model, self._info.engine
+        await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
+        self._bus.queue.note_settled(model, entry.trace)
 
 
 def _proven(opened: Opened, gate: Gate, trace: str, owner: Key | None, proofs: LiveProofs | None) -> Opened:

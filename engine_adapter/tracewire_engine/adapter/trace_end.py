@@ -13,16 +13,25 @@ from .engine_api import Rejection
 from .pending import PendingChoice
 from .running_request import RunningRequest
 
-__all__ = ["UNREPORTED", "TraceEnd"]
+__all__ = ["UNREPORTED", "BlocksLost", "TraceEnd"]
 
 UNREPORTED = Failure(type="EngineError", message="the workers did not report the request's end")
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
-class TraceEnd:
-    """The fields of a final event. `error` is the error with which vLLM ended the trace, if it did."""
+class BlocksLost(Exception):
+    """The process of a trace's blocks was lost, perhaps by the blocks of another trace."""
 
-    def __init__(self, error: Failure | None) -> None:
+
+class TraceEnd:
+    """The fields of a final event.
+
+    Args:
+        error: the error with which vLLM ended the trace, if it did.
+        restarts: whether the trace can run again.
+    """
+
+    def __init__(self, error: Failure | None, *, restarts: bool = False) -> None:
         self.deltas: list[tuple[int, int, msgspec.Raw]] = []
         self.manifest: list[Manifest] = []
         self.columns: list[ColumnsManifest] = []
@@ -30,7 +39,7 @@ class TraceEnd:
         self.warnings: list[str] = []
         self.messages: list[tuple[int, int, ChatMessage]] = []
         self.error = error
-        self._stopped = False
+        self._stopped, self._restarts = False, restarts
         self._status: Status | None = None
 
     @property
@@ -47,8 +56,13 @@ class TraceEnd:
 
         Returns whether the report is `whole`. If it is not, the manifest would not match the published saves, and the
         trace fails.
+
+        Raises:
+            BlocksLost: the trace shall run again.
         """
         record = choice.finish
+        if record is not None and record.restart and record.error is not None and self._restarts:
+            raise BlocksLost(record.error.message)
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
             return False

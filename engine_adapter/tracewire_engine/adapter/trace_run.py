@@ -127,6 +127,19 @@ class Attempt:
     #: The attempt's OpenTelemetry span, if there is one.
     span: AttemptSpan | None = None
 
+    #: Whether another attempt may follow this one.
+    restarts: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the key that has signed the submission; empty without one."""
+        return "" if self.owner is None else self.owner.tenant
+
+    @property
+    def sharing(self) -> str | None:
+        """The tenant with whose other blocks this attempt's may share a process. None do if it is not the first."""
+        return self.tenant if self.number == 1 else None
+
     @property
     def observer(self) -> Callable[[Event], None] | None:
         """Takes each event of the attempt for its span, if the span is sampled."""
@@ -282,7 +295,7 @@ class TraceRun:
         A later attempt begins with a `Restarted`.
 
         Raises:
-            EngineLost: the engine died. The run publishes no event for that.
+            EngineLost, BlocksLost: the engine, or the process of its blocks, died. It publishes no event for that.
         """
         lost: EngineLost | None = None
         full: BusFull | None = None
@@ -352,7 +365,9 @@ class TraceRun:
             declared = edits.declared(self._attempt.declared) if edits else self._attempt.declared
             blocks = edits.blocks if edits else None
             prepared.append(
-                await self._engine.prepare(self._submission, index, block, declared, run, edits=blocks, shared=shared)
+                await self._engine.prepare(
+                    self._submission, index, block, declared, run, blocks, shared, self._attempt.sharing
+                )
             )
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):
             if self._ending is not None:
@@ -468,7 +483,7 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        end = TraceEnd(self._broken)
+        end = TraceEnd(self._broken, restarts=self._attempt.restarts and self._ending is None)
         for request in self.requests:
             if request.pending is None:
                 continue
@@ -574,5 +589,5 @@ def _accepted(
         prompt_token_strings=[one for one in strings if one is not None],
         code=list(attempt.code),
         key="" if attempt.owner is None else attempt.owner.id,
-        tenant="" if attempt.owner is None else attempt.owner.tenant,
+        tenant=attempt.tenant,
     )

@@ -233,6 +233,7 @@ class VllmEngine:
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        tenant: str | None = "",
     ) -> Prepared:
         invoke = submission.invokes[index]
         where = f"invokes[{index}]." if len(submission.invokes) > 1 else ""
@@ -244,6 +245,7 @@ class VllmEngine:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
         result = block is not None and asks_result(invoke.block or submission.block)
+        blocks = (block, edits) != (None, None)
         extra = {
             BLOCK_ARG: block,
             RESULT_ARG: result or None,
@@ -251,11 +253,11 @@ class VllmEngine:
             DECLARED_ARG: declared,
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
-            TRACE_ARG: None if (block, edits) == (None, None) else (run, sum(map(_choices, submission.invokes))),
+            TRACE_ARG: (run, sum(map(_choices, submission.invokes)), tenant) if blocks else None,
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
-        if tells_end := stops and (block is not None or edits is not None):
+        if tells_end := stops and blocks:
             extra_args[END_ARG] = True
         if extra_args:
             if submission.live != _NONE_LIVE:
@@ -266,9 +268,8 @@ class VllmEngine:
             # Edited activations end up in the KV cache, and must serve no other request.
             prompt["cache_salt"] = submission.trace
         params.extra_args = extra_args or None
-        params.output_kind = RequestOutputKind.DELTA
         # No other object uses these params, so vLLM need not copy them.
-        params.skip_clone = True
+        params.output_kind, params.skip_clone = RequestOutputKind.DELTA, True
         return Prepared(
             prompt=prompt,
             prompt_tokens=len(token_ids),

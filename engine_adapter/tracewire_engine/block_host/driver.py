@@ -1,4 +1,4 @@
-"""Runs the blocks of one trace in their own process: takes the worker's turns, and answers them."""
+"""Runs blocks in a process of their own: takes the worker's turns, and answers them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,13 @@ class _Link:
             self._unsent.steps += report.steps
             self._unsent.finishes += report.finishes
 
-    def flush(self, turns: int, mark: int) -> None:
-        """Send what is to be reported, and how far this process is (see `Reported`)."""
+    def flush(self, turns: int, mark: int, *, replied: bool) -> None:
+        """Send what is to be reported, and how far this process is (see `Reported`).
+
+        If the worker was sent a reply, it knows how far this process is.
+        """
+        if replied and not (self._unsent.steps or self._unsent.finishes):
+            return
         unsent, self._unsent = self._unsent, Reported()
         unsent.turns, unsent.mark = turns, mark
         self._channel.send(_encode(unsent))
@@ -147,7 +152,7 @@ class Driver:
     @torch.inference_mode()
     def run(self) -> None:
         """Take turns until the worker closes the connection."""
-        settings, turns = self._settings, 0
+        settings, turns, used = self._settings, 0, 0.0
         limit = _limit(settings, waits=False)
         while True:
             try:
@@ -159,18 +164,22 @@ class Driver:
             if wanted != limit:
                 limit = wanted
                 time_limit.limit_turns(limit, alone=True)
+            if any(isinstance(event, Began) for event in turn.events):
+                used = 0.0
+            time_limit.limit_together(limit - used if limit else None)
             self._names += turn.names
             reply = Reply()
             for event in turn.events:
                 self._expect_unchanged(reply)
                 self._take(event, reply)
+            used = limit - time_limit.left_together() if limit else 0.0
             if not turn.waits:
                 self._expect_unchanged(reply)
-            if turn.waits:
+            else:
                 session = self._session
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
                 self._calls.send(_encode(reply))
-            self._link.flush(turns, self._mark)
+            self._link.flush(turns, self._mark, replied=turn.waits)
 
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of one trace in their host: the same registry, mediators and trackers as a worker's, fed by the worker.
+"""The blocks of a host: the same registry, mediators and trackers as a worker's, fed by the worker.
 
 A worker runs blocks between the model's modules. A host has no model: it is told what the model has reached, and serves
 the rows of its own requests to its blocks as a worker would serve them. All that a block can do is done here by the
@@ -18,6 +18,7 @@ from nnsight.intervention.batching import SkipParts
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Event
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
+from nnsight.tracing import tracer as nnsight_tracer
 
 from tracewire_engine.protocol.block_host import (
     Began,
@@ -113,7 +114,7 @@ class _NoDeclared:
 
 
 class Session:
-    """The blocks of one trace.
+    """The blocks of a host.
 
     Args:
         module: the root of a tree of stand-ins.
@@ -155,6 +156,8 @@ class Session:
         requests, interleaver = self._requests, self.interleaver
         self._by_request = False
         requests.live.apply()
+        if not requests.requests:
+            nnsight_tracer._saves().clear()
         interleaver.mediators = []
         interleaver.sourced.clear()
         new = [_new(one.id, one.arguments) for one in began.new]
@@ -200,7 +203,7 @@ class Session:
         self._reporter.send()
 
     def finish(self, finished: Finished) -> None:
-        """End a request of the trace, and report it."""
+        """End a request, and report it."""
         requests = self._requests
         request, progress = requests.requests.get(finished.id), requests.traced.get(finished.id)
         if request is not None and progress is not None and finished.failure is not None:
@@ -217,13 +220,7 @@ class Session:
 
     def generated(self, message: bytes) -> None:
         """Take the adapter's message about an ended request."""
-        requests = self._requests
-        name, waiting = requests.results.take(message)
-        for request, progress in waiting:
-            self._finisher.wind_up(request, progress)
-        if not any(other.engine_id == name for other in requests.requests.values()):
-            requests.results.forget(name)
-        self._reporter.send(wait=True)
+        self._finisher.take_result(message)
 
     # --- what the worker asks -----------------------------------------------------------------------------------------
 
@@ -260,7 +257,7 @@ class Session:
             counts[name] = counts.get(name, 0) + 1
 
     def idle(self) -> bool:
-        """Whether no request of the trace is left."""
+        """Whether no request is left."""
         return not self._requests.requests and not self._requests.results.waiting
 
 

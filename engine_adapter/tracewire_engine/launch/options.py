@@ -214,8 +214,8 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         "--blocks",
         choices=("inline", "host"),
         default="inline",
-        help="where blocks run: 'inline', in vLLM's worker, for trusted code; or 'host', each trace in a confined "
-        "process of its own (default: inline)",
+        help="where blocks run: 'inline', in vLLM's worker, for trusted code; or 'host', in confined processes, which "
+        "only blocks of one tenant that do nothing but compute share (default: inline)",
     )
     group.add_argument(
         "--block-step-ms",

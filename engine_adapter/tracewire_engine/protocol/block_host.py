@@ -1,6 +1,6 @@
-"""Messages between a worker and the hosts of blocks: processes that each run the blocks of one trace.
+"""Messages between a worker and the hosts of blocks: processes that each run the blocks of one trace, or of several.
 
-A worker sends a host `Turn`s: what has happened to the trace since the last one, in order. If the worker waits, the
+A worker sends a host `Turn`s: what has happened to its traces since the last one, in order. If the worker waits, the
 host answers with a `Reply`. Until then it may ask the worker to do something for a block (`Request`), and the worker
 answers each with an `Answer`. Over a second socket the host reports the saves of each step (`Reported`), for which
 nothing waits.
@@ -61,7 +61,7 @@ class Shared(msgspec.Struct, array_like=True):
 
 
 class Arrived(msgspec.Struct, array_like=True):
-    """A request of the trace that is new to the worker. `arguments` are those of its `extra_args` for blocks.
+    """A request that is new to the worker. `arguments` are those of its `extra_args` for blocks.
 
     `reserved` are the names under which its declared interventions save.
     """
@@ -72,9 +72,9 @@ class Arrived(msgspec.Struct, array_like=True):
 
 
 class Began(msgspec.Struct, array_like=True, tag="began"):
-    """The model begins a step with requests of this trace.
+    """The model begins a step with requests of this host.
 
-    `spans` has, for each request of the trace in the step, its id, its number of tokens, and the index of the token
+    `spans` has, for each request of the host in the step, its id, its number of tokens, and the index of the token
     that the step samples for it. They are in the order of the rows.
     """
 
@@ -83,7 +83,7 @@ class Began(msgspec.Struct, array_like=True, tag="began"):
 
 
 class Reached(msgspec.Struct, array_like=True, tag="reached"):
-    """The model has reached a location: the rows of the trace's requests there.
+    """The model has reached a location: the rows of the host's requests there.
 
     `passed` are the locations that the model has passed in this step since the last event, as numbers of two bytes in
     the order of `Turn.names`. `by_request` says that each request has one row, as it has in logits and samples.
@@ -103,7 +103,7 @@ class Ended(msgspec.Struct, array_like=True, tag="ended"):
 
 
 class Finished(msgspec.Struct, array_like=True, tag="finished"):
-    """The scheduler has ended a request of the trace.
+    """The scheduler has ended a request.
 
     `tokens` is how many tokens it has, if the scheduler knows it. `failure` is the error of its declared interventions,
     and `failed_at` the index of the token in whose step it occurred.
@@ -131,7 +131,7 @@ Event: TypeAlias = Began | Reached | Ended | Finished | Steered | Generated
 
 
 class Turn(msgspec.Struct, array_like=True):
-    """Events of a trace, for its host. `names` are names of locations that the host has not been told before."""
+    """Events, for one host. `names` are names of locations that the host has not been told before."""
 
     events: list[Event]
     waits: bool = False
@@ -183,7 +183,8 @@ class Answer(msgspec.Struct, array_like=True):
 class Reported(msgspec.Struct, array_like=True, tag="reported"):
     """A host's report: the new saves of a step and the ends of requests.
 
-    `turns` says how many turns the host has taken, and `mark` is that of the last `Ended` among them.
+    It follows each turn that is not replied to, and each turn of which there is something to report. `turns` says how
+    many turns the host has taken, and `mark` is that of the last `Ended` among them.
     """
 
     steps: list[StepRecord] = []

@@ -52,7 +52,8 @@ RESULT_ARG = "tracewire_result"
 #: Whether only the adapter knows at which token the request ends.
 END_ARG = "tracewire_end"
 
-#: The name of its trace's attempt, and how many choices all requests of the attempt have together.
+#: The name of its trace's attempt, how many choices all requests of the attempt have together, and the tenant of the
+#: trace's key (empty without one; `None` if its blocks share no process with other traces').
 TRACE_ARG = "tracewire_trace"
 
 #: Key of vLLM's `additional_config` under which the workers find the adapter's address.

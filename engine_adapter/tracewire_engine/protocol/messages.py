@@ -76,6 +76,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     tokens: int = -1
     #: Likely mistakes in the block.
     warnings: list[str] = []
+    #: Whether the error may be another trace's doing, with whose blocks this one's shared a process.
+    restart: bool = False
 
 
 class SharedValues(msgspec.Struct, array_like=True):

@@ -91,6 +91,16 @@ class RequestFinisher:
             if told and not any(other.engine_id == request.engine_id for other in requests.requests.values()):
                 requests.results.forget(request.engine_id)
 
+    def take_result(self, generated: bytes) -> None:
+        """Take the adapter's message about an ended request, and end its blocks that waited for the message."""
+        requests = self._requests
+        name, waiting = requests.results.take(generated)
+        for request, progress in waiting:
+            self.wind_up(request, progress)
+        if not any(other.engine_id == name for other in requests.requests.values()):
+            requests.results.forget(name)
+        self._reporter.send(wait=True)
+
     def wind_up(self, request: Request, progress: RequestProgress) -> None:
         """End the blocks of a request that is over, and report the request."""
         requests = self._requests

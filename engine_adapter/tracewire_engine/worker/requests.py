@@ -163,14 +163,14 @@ class TracedRequests(RequestBook):
     def _host(self, request_id: str, request: Request, arguments: dict[str, Any], names: list[str]) -> None:
         """Have a host run a request's blocks."""
         assert self.hosts is not None
-        name, choices = arguments.get(TRACE_ARG) or (request.engine_id, 1)
+        name, choices, tenant = arguments.get(TRACE_ARG) or (request.engine_id, 1, "")
         given = {key: value for key, value in arguments.items() if key in _HOSTED}
         try:
             if BLOCK_ARG in given:
                 self.blocks.check_permit(given[BLOCK_ARG], given.get(PERMIT_ARG, b""))
             for edit in edits_of(given.get(EDITS_ARG)):
                 self.blocks.check_permit(bytes(edit.block), edit.permit)
-            self.hosts.open(request_id, request, given, (name, choices), names)
+            self.hosts.open(request_id, request, given, (name, choices, tenant), names)
         except NoPermit as error:
             request.error = failure_of(error, None)
         except OSError as error:

@@ -206,16 +206,9 @@ class RunnerParts:
 
         Called by RPC, between two steps.
         """
-        requests = self.tracewire_requests
-        if self.tracewire_hosts is not None and self.tracewire_hosts.take_result(generated):
-            return
-        name, waiting = requests.results.take(generated)
         # In inference mode, as in vLLM's steps: the blocks may change tensors in place that they read there.
-        for request, progress in waiting:
-            self.tracewire_finisher.wind_up(request, progress)
-        if not any(other.engine_id == name for other in requests.requests.values()):
-            requests.results.forget(name)
-        self.tracewire_reporter.send(wait=True)
+        if self.tracewire_hosts is None or not self.tracewire_hosts.take_result(generated):
+            self.tracewire_finisher.take_result(generated)
 
     def tracewire_untapped(self) -> list[str]:
         """Descriptions of CUDA graphs that have no tap, if this worker's part of the model has taps. Called by RPC."""

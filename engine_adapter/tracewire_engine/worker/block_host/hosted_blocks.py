@@ -1,19 +1,19 @@
 """Runs the blocks of all traces in hosts: tells the hosts what the model reaches, and waits for them where it must.
 
-A host belongs to one trace. So a block that takes its host down, or that does not answer in time, costs its own trace
-and no other.
+A host belongs to one trace, or to several of one tenant whose blocks only compute (`tenant_hosts.py`). So a block that
+takes its host down, or that does not answer in time, costs no trace of another tenant, and the tenant's other traces in
+the host an attempt.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 import torch
@@ -22,30 +22,18 @@ from tracewire_bus.wire.messages import Block, Failure
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.link.host_channel import ChannelClosed, ChannelTimeout
-from tracewire_engine.link.shared_rows import pack_value, unpack_value
-from tracewire_engine.protocol.block_host import (
-    Answer,
-    Arrived,
-    Finished,
-    Generated,
-    Reply,
-    Request,
-    Shape,
-    Shared,
-    Steered,
-)
+from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Request, Steered
 from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG, SHARED_ARG
 from tracewire_engine.protocol.messages import EditBlock
 
-from .hosted_trace import HostedRequest, HostedTrace
+from .answers import ModelAnswers
+from .host import BlockHost, HostedRequest, HostedTrace
 from .late_copies import LateCopies
 from .pool import HostPool
-from .reading import ModelPaths, reads_of, union
+from .reading import Account, ModelPaths, account_of, union
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
-
-if TYPE_CHECKING:
-    from tracewire_engine.worker.remote_inputs import RemoteInputs
+from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
 
@@ -57,9 +45,6 @@ _WAITED = "within one step, while every request waited for it"
 _IDLE_S = 120.0
 
 _block = msgspec.msgpack.Decoder(Block)
-#: The names of files of large variables (`input_path`).
-_INPUT = re.compile("input-[0-9a-f]{1,128}")
-
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _edits = msgspec.msgpack.Decoder(list[EditBlock])
 _encode = msgspec.msgpack.Encoder().encode
@@ -82,29 +67,36 @@ class HostedBlocks:
     """
 
     def __init__(self, model: Any, paths: ModelPaths, pool: HostPool, reports: ReportThread, step_s: float) -> None:
-        self._model, self._paths, self._pool, self._reports = model, paths, pool, reports
+        self._model, self._paths, self._reports = model, paths, reports
+        self._hosts = TenantHosts(pool, reports)
         self._step_s = step_s
-        #: Where the files of large variables lie.
-        self.inputs: Path | RemoteInputs = Path()
+        #: Answers what hosts ask for.
+        self.answers = ModelAnswers(model)
         self.traces: dict[str, HostedTrace] = {}
         self._of: dict[str, HostedTrace] = {}
         self._by_request: dict[str, HostedTrace] = {}
-        #: The traces of the step, and by location those that want something there.
-        self._active: list[HostedTrace] = []
         #: Traces of which no request is left, although the worker may still see others of theirs.
         self._idle: dict[str, HostedTrace] = {}
-        self._watching: dict[str, list[HostedTrace]] = {}
+        #: The hosts of the step, and by location those that want something there.
+        self._active: list[BlockHost] = []
+        self._watching: dict[str, list[BlockHost]] = {}
         #: The locations that the model has passed in the step, by their numbers; and all locations by number.
         self._passed: array[int] = array("H")
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._left_s = 0.0
-        self._rows_by_request = False
+        #: Many traces have the same block.
+        self._account_of = lru_cache(256)(self._read)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def open(
-        self, request_id: str, request: Any, arguments: dict[str, Any], trace: tuple[str, int], reserved: Iterable[str]
+        self,
+        request_id: str,
+        request: Any,
+        arguments: dict[str, Any],
+        trace: tuple[str, int, str | None],
+        reserved: Iterable[str],
     ) -> None:
         """Take a new request with blocks.
 
@@ -112,52 +104,57 @@ class HostedBlocks:
             request_id: the scheduler's id.
             request: the worker's record of the request.
             arguments: those of its `extra_args` for blocks.
-            trace: the name of its trace's attempt, and how many choices all requests of it have together.
+            trace: the name of its trace's attempt, how many choices all requests of it have together, and its tenant
+                (`None`: it shares no host).
             reserved: the names under which declared interventions of the request save.
 
         Raises:
             OSError: no host could be started.
         """
-        name, choices = trace
+        name, choices, tenant = trace
         self._purge()
         known = self.traces.get(name)
-        reads = self._reads(arguments)
-        if known is None:
-            known = self.traces[name] = HostedTrace(name, self._pool.take(), reads, choices)
-            self._reports.watch(known)
-        else:
-            known.join(reads)
-            self._idle.pop(name, None)
-        arrived = Arrived(request_id, arguments, list(reserved))
-        known.asks = known.asks or _has_files(arguments)
-        known.add(arrived, HostedRequest(request_id, request.engine_id, request.index))
+        account = self._account(arguments)
+        while known is None or known.complete:
+            found = HostedTrace(name, self._hosts.of(tenant, account), choices)
+            if found.host.add(found):
+                known = self.traces[name] = found
+        self._idle.pop(name, None)
+        taken = HostedRequest(known, request_id, request.engine_id, request.index)
+        known.host.take_request(taken, Arrived(request_id, arguments, list(reserved)), account.reads)
         if SHARED_ARG in arguments:
-            known.shared_names.add(_share.decode(arguments[SHARED_ARG])[0])
+            known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
 
-    def _reads(self, arguments: dict[str, Any]) -> frozenset[str] | None:
-        """The locations that a request's blocks may ask for, if it is certain that they only read."""
+    def _account(self, arguments: dict[str, Any]) -> Account:
+        """What is certain of a request's blocks."""
         try:
             blocks = [_edits.decode(arguments[EDITS_ARG])] if EDITS_ARG in arguments else []
             encoded = [bytes(edit.block) for edits in blocks for edit in edits]
             encoded += [arguments[BLOCK_ARG]] if BLOCK_ARG in arguments else []
-            return union(reads_of(_block.decode(one), self._paths) for one in encoded)
+            return union(map(self._account_of, encoded))
         except msgspec.DecodeError:
             # The host finds the same, and reports it.
-            return None
+            return Account()
+
+    def _read(self, encoded: bytes) -> Account:
+        account = account_of(_block.decode(encoded), self._paths)
+        # A host asks for large variables when it takes the block, and none else shall wait for that.
+        return replace(account, computes=False) if _has_files(encoded) else account
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
         """End a request that the scheduler has ended. Returns whether its blocks ran in a host."""
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
-        if trace.failure is None:
-            if trace.new:
+        host = trace.host
+        if host.failure is None:
+            if any(one.id == request_id for one in host.new):
                 # It never was in a step.
-                trace.begin([], StepRows([], [], 0, 0))
-            trace.tell(Finished(request_id, tokens, failure, failed_at))
-            self._send(trace)
-        self._reports.finish(trace, request_id)
+                host.begin([], StepRows([], [], 0, 0))
+            host.tell(Finished(request_id, tokens, failure, failed_at))
+            self._send(host)
+        self._reports.finish(trace.requests[request_id])
         if not any(one in self._of for one in trace.requests):
             trace.idle_since = time.monotonic()
             self._idle[trace.name] = trace
@@ -172,7 +169,8 @@ class HostedBlocks:
             if trace.closed:
                 for one in trace.requests.values():
                     self._by_request.pop(one.request, None)
-                self.traces.pop(trace.name, None)
+                if self.traces.get(trace.name) is trace:
+                    del self.traces[trace.name]
                 self._idle.pop(trace.name, None)
             elif not trace.complete and time.monotonic() - trace.idle_since > _IDLE_S:
                 trace.complete = True
@@ -189,7 +187,7 @@ class HostedBlocks:
             trace = self.traces.get(name)
             if trace is not None and trace.failure is None:
                 own = {name: changes[name]} if name in changes else {}
-                trace.tell(Steered(_encode((sent, own, [name] if name in over else []))))
+                trace.host.tell(Steered(_encode((sent, own, [name] if name in over else []))))
 
     def take_result(self, generated: bytes) -> bool:
         """Pass on the adapter's message about an ended request. Returns whether its blocks run in a host."""
@@ -197,8 +195,8 @@ class HostedBlocks:
         if trace is None:
             return False
         if trace.failure is None:
-            trace.tell(Generated(generated))
-            self._send(trace)
+            trace.host.tell(Generated(generated))
+            self._send(trace.host)
         return True
 
     def __len__(self) -> int:
@@ -217,31 +215,35 @@ class HostedBlocks:
         """
         self._active = []
         self._left_s = self._step_s
-        self._rows_by_request = False
         self._passed = array("H")
         self._purge()
         if not self._of:
             return False
-        spans: dict[HostedTrace, list[tuple[str, int, int]]] = {}
-        rows: dict[HostedTrace, list[tuple[int, int]]] = {}
-        places: dict[HostedTrace, list[int]] = {}
+        spans: dict[BlockHost, list[tuple[str, int, int]]] = {}
+        rows: dict[BlockHost, list[tuple[int, int]]] = {}
+        places: dict[BlockHost, list[int]] = {}
         start = 0
         present = [request_id for request_id in order if request_id in scheduled]
         for place, request_id in enumerate(present):
             count = scheduled[request_id]
             trace = self._of.get(request_id)
             if trace is not None and trace.failure is None:
-                spans.setdefault(trace, []).append((request_id, count, index_of(request_id)))
-                rows.setdefault(trace, []).append((start, count))
-                places.setdefault(trace, []).append(place)
+                host = trace.host
+                spans.setdefault(host, []).append((request_id, count, index_of(request_id)))
+                rows.setdefault(host, []).append((start, count))
+                places.setdefault(host, []).append(place)
             start += count
         self._active = list(spans)
         waiting = []
-        for trace in self._active:
-            fresh = bool(trace.new)
-            trace.begin(spans[trace], StepRows(rows[trace], places[trace], start, len(present)))
-            if (trace.reads is None and (fresh or trace.begins)) or (fresh and trace.asks):
-                waiting.append(trace)
+        for host in self._active:
+            before, new = host.present, host.new
+            host.begin(spans[host], StepRows(rows[host], places[host], start, len(present)))
+            if host.reads is None:
+                # The last reply said nothing of requests that were not in its step.
+                if host.begins or not host.present <= before:
+                    waiting.append(host)
+            elif host.kind is None and any(map(_asks, new)):
+                waiting.append(host)
         self._ask(waiting)
         self._watch()
         return bool(self._active)
@@ -288,12 +290,12 @@ class HostedBlocks:
             return value
         waiting = []
         copies = LateCopies() if self._model.device.type == "cuda" else None
-        for trace in watching:
-            waits = trace.passes(location)
-            if waits or location in trace.observed:
-                self._share(trace, location, value, copies, by_request=by_request)
-            if waits and trace.failure is None:
-                waiting.append(trace)
+        for host in watching:
+            waits = host.passes(location)
+            if waits or location in host.observed:
+                self._share(host, location, value, copies, by_request=by_request)
+            if waits and host.failure is None:
+                waiting.append(host)
         self._passed.append(number)
         if waiting:
             replies = self._ask(waiting)
@@ -303,10 +305,10 @@ class HostedBlocks:
 
     def end(self) -> None:
         """End the step: the hosts report it."""
-        for trace in self._active:
-            if trace.failure is None:
-                trace.end(self._passed)
-                self._send(trace)
+        for host in self._active:
+            if host.failure is None:
+                host.end(self._passed)
+                self._send(host)
         self._active, self._watching = [], {}
 
     # --- with hosts ---------------------------------------------------------------------------------------------------
@@ -319,151 +321,108 @@ class HostedBlocks:
         return number
 
     def _watch(self) -> None:
-        watching: dict[str, list[HostedTrace]] = {}
-        for trace in self._active:
-            if trace.failure is None:
-                for location in trace.wanted:
-                    watching.setdefault(location, []).append(trace)
+        watching: dict[str, list[BlockHost]] = {}
+        for host in self._active:
+            if host.failure is None:
+                for location in host.wanted:
+                    watching.setdefault(location, []).append(host)
         self._watching = watching
 
     def _share(
-        self, trace: HostedTrace, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
+        self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
     ) -> None:
         began = time.monotonic()
-        while trace.failure is None:
+        while host.failure is None:
             try:
-                trace.reach(location, value, self._passed, by_request=by_request, copies=copies)
+                host.reach(location, value, self._passed, by_request=by_request, copies=copies)
                 return
             except NoRoom:
                 left = self._left_s - (time.monotonic() - began)
                 if left <= 0:
-                    self._fail(trace, too_slow(self._step_s, _WAITED))
+                    self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
                 else:
                     with self._reports.returned:
                         self._reports.returned.wait(min(left, 0.05))
-            except Exception as error:  # it costs the trace, not the engine
-                self._fail(trace, lost(f"{location} cannot be shared: {type(error).__name__}: {error}"))
+            except Exception as error:  # it costs the host, not the engine
+                self._fail(
+                    host, lost(f"{location} cannot be shared: {type(error).__name__}: {error}", len(host.traces))
+                )
         self._left_s -= time.monotonic() - began
 
-    def _send(self, trace: HostedTrace, *, waits: bool = False) -> bool:
+    def _send(self, host: BlockHost, *, waits: bool = False) -> bool:
         if waits:
-            self._reports.wait_for(trace)
+            self._reports.wait_for(host)
         try:
-            later = trace.send(self._names, waits=waits)
+            later = host.send(self._names, waits=waits)
         except ChannelClosed:
-            self._fail(trace, lost(""))
+            self._fail(host, lost("", len(host.traces)))
             return False
         if later is not None:
-            self._reports.send_later(trace, later)
+            self._reports.send_later(host, later)
         return True
 
-    def _ask(self, traces: list[HostedTrace]) -> list[tuple[HostedTrace, Reply]]:
-        """Send the hosts of these traces what they have not been told, and wait for their replies."""
-        asked = [trace for trace in traces if self._send(trace, waits=True)]
+    def _ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
+        """Send these hosts what they have not been told, and wait for their replies."""
+        asked = [host for host in hosts if self._send(host, waits=True)]
         began = time.monotonic()
         replies = []
-        for trace in asked:
+        for host in asked:
             try:
-                reply = self._reply(trace, began)
-                if trace.reads is None:
-                    trace.take(reply)
-                replies.append((trace, reply))
+                reply = self._reply(host, began)
+                if host.reads is None:
+                    host.take(reply)
+                replies.append((host, reply))
             except ChannelTimeout:
-                self._fail(trace, too_slow(self._step_s, _WAITED))
+                self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
             except ChannelClosed:
-                self._fail(trace, lost(""))
-            except Exception as error:  # it costs the trace, not the engine
-                self._fail(trace, lost(f"{type(error).__name__}: {error}"))
+                self._fail(host, lost("", len(host.traces)))
+            except Exception as error:  # it costs the host, not the engine
+                self._fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
         self._left_s -= time.monotonic() - began
         return replies
 
-    def _reply(self, trace: HostedTrace, began: float) -> Reply:
+    def _reply(self, host: BlockHost, began: float) -> Reply:
         while True:
             left = self._left_s - (time.monotonic() - began)
-            said = _said.decode(trace.calls.receive(max(left, 0.001)))
+            said = _said.decode(host.calls.receive(max(left, 0.001)))
             if isinstance(said, Reply):
+                host.took(host.turns, 0)
                 return said
-            trace.calls.send(_encode(self._answered(trace, said)))
+            host.calls.send(_encode(self.answers.answer(host.process, said)))
 
-    def _fail(self, trace: HostedTrace, failure: Failure) -> None:
-        """End a trace whose host is gone, or is of no use any more."""
-        if trace.failure is None:
-            trace.failure = failure
-            logger.warning("the host of the blocks of %s has ended: %s", trace.name, failure.message)
-        trace.host.kill()
-        self._reports.lose(trace)
+    def _fail(self, host: BlockHost, failure: Failure) -> None:
+        """End a host that is gone, or of no use any more."""
+        if host.fail(failure):
+            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
+        host.process.kill()
+        self._reports.lose(host)
 
-    def _edited(self, value: Any, replies: list[tuple[HostedTrace, Reply]]) -> Any:
+    def _edited(self, value: Any, replies: list[tuple[BlockHost, Reply]]) -> Any:
         fresh: dict[int, torch.Tensor] = {}
-        for trace, reply in replies:
-            shared, memory = trace.shared, trace.host.returned
+        for host, reply in replies:
+            shared, memory = host.shared, host.process.returned
             try:
                 if reply.edited and shared is not None:
                     shared.write_back(reply, memory)
             except Exception as error:  # such as rows that do not fit
-                self._fail(trace, lost(str(error)))
-        for trace, reply in replies:
-            shared, memory = trace.shared, trace.host.returned
+                self._fail(host, lost(str(error), len(host.traces)))
+        for host, reply in replies:
+            shared, memory = host.shared, host.process.returned
             try:
-                if reply.replaced is not None and shared is not None and trace.failure is None:
+                if reply.replaced is not None and shared is not None and host.failure is None:
                     value = shared.replace(value, reply, memory, fresh)
             except Exception as error:  # such as rows that do not fit
-                self._fail(trace, lost(str(error)))
+                self._fail(host, lost(str(error), len(host.traces)))
         return value
 
-    # --- for blocks ---------------------------------------------------------------------------------------------------
 
-    def _answered(self, trace: HostedTrace, request: Request) -> Answer:
-        """Do what a block has asked of the model."""
-        try:
-            if not request.path:
-                return Answer(self._given(trace, self._input(request.attribute)))
-            path = request.path.removeprefix("model").removeprefix(".")
-            envoy = self._model.get(path) if path else self._model
-            if request.attribute:
-                return Answer(self._given(trace, getattr(envoy._module, request.attribute)))
-            assert request.value is not None
-            taken = unpack_value(request.value, lambda _, shape: self._taken(trace, shape), self._module)
-            args, kwargs = taken
-            return Answer(self._given(trace, envoy(*args, **kwargs)))
-        except Exception as error:
-            return Answer(error=(type(error).__name__, str(error)[:10_000]))
-
-    def _input(self, name: str) -> torch.Tensor:
-        """The bytes of the file of a large variable."""
-        if not _INPUT.fullmatch(name):
-            raise ValueError(f"no large variable has the name {name!r}")
-        path = str(self.inputs / name)
-        return torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
-
-    def _module(self, given: Any) -> Any:
-        """A module of the model that a block passes to another one, by its path."""
-        if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
-            raise ValueError("no module of the model")
-        return self._model.get(given[0].removeprefix("model."))
-
-    def _taken(self, trace: HostedTrace, shape: Shape) -> torch.Tensor:
-        device = self._model.device
-        return trace.host.returned.read(shape).to(device)
-
-    def _given(self, trace: HostedTrace, value: Any) -> Shared:
-        memory = trace.host.given
-
-        def write(tensor: torch.Tensor) -> Shape:
-            start = memory.room(tensor.nbytes)
-            if start is None:
-                raise ValueError(f"it takes more than the {memory.size} bytes of memory that a block shares")
-            memory.write(tensor.detach(), start)
-            return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
-
-        return pack_value(value, write, _refuse)
+def _asks(arrived: Arrived) -> bool:
+    """Whether a host asks the worker for large variables when it takes this request."""
+    return BLOCK_ARG in arrived.arguments and _has_files(arrived.arguments[BLOCK_ARG])
 
 
-def _has_files(arguments: dict[str, Any]) -> bool:
+def _has_files(encoded: bytes) -> bool:
     """Whether a block has a large variable, for which its host asks the worker when it takes the block."""
-    encoded = arguments.get(BLOCK_ARG)
-    if encoded is None:
-        return False
     try:
         waiting = [unpack(_block.decode(encoded).variables)]
     except ValueError:
@@ -482,7 +441,3 @@ def _has_files(arguments: dict[str, Any]) -> bool:
 def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:
     """The token ids `[requests, 1]` that blocks have left, and the drawn ones where those are none of the model's."""
     return torch.where(((served >= 0) & (served < size)).all(-1, keepdim=True), served, drawn)
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} cannot be given to a block in a process of its own (--blocks host)")

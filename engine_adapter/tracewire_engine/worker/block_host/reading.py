@@ -1,11 +1,14 @@
-"""Finds blocks of which it is certain that they only read, and the locations that they may ask for.
+"""Finds what the source of a block says for certain: that it only reads, and where; or at least that it only computes.
 
-The model need not wait for such a block: the worker copies the rows of these locations and goes on. So a block counts
-as one only if its source leaves no other possibility. Every construct that this module does not know makes it a block
-that may write, which costs time and no correctness. What a block can do to a value that it has read: assign to a part
-of it, use an operator such as `+=` on it, call a method that changes it, or give it to a function that might. So parts
-may be assigned of the block's own lists and dicts only, such operators used on names that never hold a value that was
-read, and only known methods and functions called. Nothing may be assigned to the model.
+The model need not wait for a block that only reads: the worker copies the rows of the locations that it may ask for and
+goes on. What a block can do to a value that it has read: assign to a part of it, use an operator such as `+=` on it,
+call a method that changes it, or give it to a function that might. So a block counts as one that only reads if it
+assigns to parts of its own lists and dicts only, uses such operators on names that never hold a value that was read,
+assigns nothing to the model, and calls only known methods and functions.
+
+A block that does some of that, and otherwise only what is known here, may write, but still only computes: it can reach
+neither files nor other objects of its process. Such blocks may share a process. Every construct that this module does
+not know makes a block one of which nothing is certain, which costs time and no correctness.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import msgspec
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.block_host import ModuleOutline
 
-__all__ = ["ModelPaths", "reads_of"]
+__all__ = ["Account", "ModelPaths", "account_of", "union"]
+
+#: Of a larger power of an integer, nothing is certain but that it takes long.
+_LARGEST_POWER = 64
 
 #: More locations than this are not copied in each step; the model waits for such a block instead.
 MOST = 256
@@ -59,6 +65,14 @@ _NEW = _words(
     """
 )
 
+#: Methods of tensors that change them and nothing else.
+_IN_PLACE = _words(
+    """
+    abs_ add_ clamp_ copy_ div_ exp_ fill_ index_add_ index_copy_ index_fill_ masked_fill_ mul_ neg_
+    normal_ pow_ relu_ scatter_ scatter_add_ sqrt_ sub_ tanh_ uniform_ zero_
+    """
+)
+
 #: Functions of `torch` and `torch.nn.functional` that change none of their arguments, and modules of torch.
 _FUNCTIONS = _NEW | _words(
     """
@@ -87,8 +101,8 @@ _numbers = msgspec.msgpack.Decoder(int | list[int])
 _variables = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
-class _Writes(Exception):
-    """The block may write, or do something that this module does not know."""
+class _Unknown(Exception):
+    """The block may do something that this module does not know."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +147,30 @@ class ModelPaths:
         return self.same[f"{path}.{name}"] if name in self.children[path] else None
 
 
-def reads_of(block: Block, paths: ModelPaths) -> frozenset[str] | None:
-    """The locations that a block may ask for, if it is certain that it only reads; otherwise `None`."""
+@dataclass(frozen=True)
+class Account:
+    """What is certain of blocks.
+
+    Attributes:
+        reads: the locations that they may ask for, if they only read; otherwise `None`.
+        computes: whether they do nothing but compute with values that they have read or made.
+    """
+
+    reads: frozenset[str] | None = None
+    computes: bool = False
+
+
+def account_of(block: Block, paths: ModelPaths) -> Account:
+    """What a block's source says of it."""
     if block.helpers or block.shared or block.imports or not set(block.modules.values()) <= _MODULES:
-        return None
+        return Account()
     try:
         tree = ast.parse(block.source)
         variables = _variables.decode(block.variables)
         found = _Reader(block, paths, variables).read(tree)
-    except (_Writes, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
-        return None
-    return found if len(found) <= MOST else None
+    except (_Unknown, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
+        return Account()
+    return Account(found if found is not None and len(found) <= MOST else None, computes=True)
 
 
 class _Reader:
@@ -152,6 +179,7 @@ class _Reader:
     def __init__(self, block: Block, paths: ModelPaths, variables: Mapping[str, msgspec.Raw]) -> None:
         self._paths = paths
         self._found: set[str] = set()
+        self._writes = False
         model, tracer, live = block.parameters
         self._names: dict[str, _Kind] = dict.fromkeys(variables, _VALUE)
         self._names.update({name: _Named(f"module {module}") for name, module in block.modules.items()})
@@ -167,10 +195,10 @@ class _Reader:
         for name, encoded in variables.items():
             self._know(name, encoded)
 
-    def read(self, tree: ast.Module) -> frozenset[str]:
+    def read(self, tree: ast.Module) -> frozenset[str] | None:
         self._collect(tree)
         self._body(tree.body)
-        return frozenset(self._found)
+        return None if self._writes else frozenset(self._found)
 
     def _know(self, name: str, encoded: msgspec.Raw) -> None:
         """Note a variable that is a number, or a list of some."""
@@ -205,7 +233,7 @@ class _Reader:
         looped = [node.id for node in loops if isinstance(node, ast.Name)]
         self._lists = {name: held for name, held in self._lists.items() if used.count(name) == looped.count(name)}
         if not self._given.isdisjoint(self._assigned) or not _BUILTINS.isdisjoint(self._assigned):
-            raise _Writes
+            raise _Unknown
         for name in self._assigned:
             self._names[name] = _VALUE
 
@@ -230,11 +258,10 @@ class _Reader:
             for target in node.targets:
                 self._target(target, kind)
         elif isinstance(node, ast.AugAssign):
-            if not isinstance(node.target, ast.Name) or not self._is_own(node.target.id, _is_new):
-                raise _Writes
             self._value(node.value)
+            self._change(node.target)
         elif isinstance(node, ast.For):
-            kind = self._expression(node.iter)
+            kind = self._items_of(node.iter)
             if isinstance(kind, _Modules) and not kind.several:
                 kind = _Modules(tuple(self._items(kind)), several=True)
             self._target(node.target, _Modules(kind.paths) if isinstance(kind, _Modules) and kind.several else _VALUE)
@@ -247,32 +274,63 @@ class _Reader:
             self._body(node.body)
             self._body(node.orelse)
         elif not isinstance(node, ast.Pass | ast.Break | ast.Continue):
-            raise _Writes
+            raise _Unknown
 
     @staticmethod
     def _loops(kind: _Kind) -> None:
         if isinstance(kind, _Named) and kind.what not in ("value", "steps"):
-            raise _Writes
+            raise _Unknown
 
     def _target(self, target: ast.expr, kind: _Kind) -> None:
         if isinstance(target, ast.Name):
             if kind is _VALUE:
                 return
             if not isinstance(kind, _Modules) or len(self._assigned[target.id]) > 1:
-                raise _Writes
+                raise _Unknown
             self._names[target.id] = kind
-        elif isinstance(target, ast.Subscript):
-            if not isinstance(target.value, ast.Name) or not self._is_own(target.value.id, _is_container):
-                raise _Writes
-            self._value(target.slice)
+        elif isinstance(target, ast.Subscript | ast.Attribute):
             if kind is not _VALUE:
-                raise _Writes
+                raise _Unknown
+            self._put(target)
         elif isinstance(target, ast.Tuple | ast.List) and kind is _VALUE:
             for one in target.elts:
                 if not isinstance(one, ast.Name):
-                    raise _Writes
+                    raise _Unknown
         else:
-            raise _Writes
+            raise _Unknown
+
+    def _change(self, target: ast.expr) -> None:
+        """Take an operator such as `+=`."""
+        if isinstance(target, ast.Name):
+            if target.id not in self._assigned or self._names[target.id] is not _VALUE:
+                raise _Unknown
+            self._writes |= not self._is_own(target.id, _is_new)
+        elif isinstance(target, ast.Subscript | ast.Attribute):
+            self._put(target)
+        else:
+            raise _Unknown
+
+    def _put(self, target: ast.Subscript | ast.Attribute) -> None:
+        """Take what is assigned to a part of a value, or to a location of the model."""
+        if isinstance(target, ast.Subscript):
+            self._value(target.value)
+            self._value(target.slice)
+            if isinstance(target.value, ast.Name) and self._is_own(target.value.id, _is_container):
+                return
+        else:
+            owner = self._expression(target.value)
+            if isinstance(owner, _Named):
+                known = owner.what == "residual" and target.attr == "output"
+            else:
+                run = owner.paths == ("model",) and target.attr in _RUN
+                known = not owner.several and (target.attr in _SIDES or run)
+            if not known:
+                raise _Unknown
+        self._writes = True
+
+    def _items_of(self, node: ast.expr) -> _Kind:
+        """Take what a loop goes through: also a `range` of any length, since each turn of a loop can be interrupted."""
+        return self._call(node, looped=True) if isinstance(node, ast.Call) else self._expression(node)
 
     def _is_own(self, name: str, check: Callable[[ast.expr], bool]) -> bool:
         """Whether all that a name is ever assigned passes a check, and something is."""
@@ -283,7 +341,7 @@ class _Reader:
 
     def _value(self, node: ast.expr) -> None:
         if self._expression(node) is not _VALUE:
-            raise _Writes
+            raise _Unknown
 
     def _expression(self, node: ast.expr | None) -> _Kind:
         if node is None or isinstance(node, ast.Constant):
@@ -291,7 +349,7 @@ class _Reader:
         if isinstance(node, ast.Name):
             kind = self._names.get(node.id)
             if kind is None or not isinstance(node.ctx, ast.Load):
-                raise _Writes
+                raise _Unknown
             return kind
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
@@ -299,8 +357,8 @@ class _Reader:
             return self._subscript(node)
         if isinstance(node, ast.Call):
             return self._call(node)
-        if not isinstance(node, _PLAIN):
-            raise _Writes
+        if not isinstance(node, _PLAIN) or (isinstance(node, ast.BinOp) and _may_grow(node)):
+            raise _Unknown
         self._parts(node)
         return _VALUE
 
@@ -309,7 +367,8 @@ class _Reader:
         parts = list(ast.iter_child_nodes(node))
         for part in parts:
             if isinstance(part, ast.comprehension):
-                self._value(part.iter)
+                if self._items_of(part.iter) is not _VALUE:
+                    raise _Unknown
                 self._run_through(part.target, part.iter)
                 for condition in part.ifs:
                     self._value(condition)
@@ -321,7 +380,7 @@ class _Reader:
         kind = self._expression(node.value)
         name = node.attr
         if not isinstance(node.ctx, ast.Load):
-            raise _Writes
+            raise _Unknown
         if isinstance(kind, _Modules):
             return self._of_modules(kind, name)
         if kind.what == "tracer" and name == "iter":
@@ -334,11 +393,11 @@ class _Reader:
             return _VALUE if name not in _TORCH_MODULES else _Named(f"{kind.what}.{name}")
         if kind.what == "residual" and name == "output":
             return _VALUE
-        raise _Writes
+        raise _Unknown
 
     def _of_modules(self, kind: _Modules, name: str) -> _Kind:
         if kind.several:
-            raise _Writes
+            raise _Unknown
         if name in _SIDES:
             self._found.update(f"{path}.{_SIDES[name]}" for path in kind.paths)
             return _VALUE
@@ -348,12 +407,12 @@ class _Reader:
         children = [self._paths.child(path, name) for path in kind.paths]
         known = tuple(child for child in children if child is not None)
         if len(known) < len(children):
-            raise _Writes
+            raise _Unknown
         return _Modules(known)
 
     def _subscript(self, node: ast.Subscript) -> _Kind:
         if not isinstance(node.ctx, ast.Load):
-            raise _Writes
+            raise _Unknown
         kind = self._expression(node.value)
         if isinstance(kind, _Modules):
             return self._item_of(kind, node.slice)
@@ -361,7 +420,7 @@ class _Reader:
         if kind.what == "iter":
             return _Named("steps")
         if kind is not _VALUE:
-            raise _Writes
+            raise _Unknown
         return _VALUE
 
     def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:
@@ -376,46 +435,53 @@ class _Reader:
             self._value(index) if not isinstance(index, ast.Slice) else self._parts(index)
             return _Modules(tuple(items), several=isinstance(index, ast.Slice))
         if not isinstance(place, int) or isinstance(place, bool) or not -len(items) <= place < len(items):
-            raise _Writes
+            raise _Unknown
         return _Modules((items[place],))
 
     def _items(self, kind: _Modules) -> list[str]:
         if kind.several or len(kind.paths) != 1:
-            raise _Writes
+            raise _Unknown
         path = kind.paths[0]
         return [self._paths.same[f"{path}.{name}"] for name in self._paths.children[path]]
 
-    def _call(self, node: ast.Call) -> _Kind:
+    def _call(self, node: ast.Call, *, looped: bool = False) -> _Kind:
         for word in node.keywords:
             if word.arg in (None, "out", "inplace", "key"):
-                raise _Writes
+                raise _Unknown
             self._value(word.value)
         function = node.func
         if isinstance(function, ast.Name):
-            if function.id not in _BUILTINS:
-                raise _Writes
+            if function.id not in _BUILTINS or (function.id == "range" and not looped and _numbers_in(node) is None):
+                raise _Unknown
             self._arguments(node)
             return _VALUE
         if not isinstance(function, ast.Attribute):
-            raise _Writes
+            raise _Unknown
         kind, name = self._expression(function.value), function.attr
         if isinstance(kind, _Modules):
-            return self._residual(kind, name, node)
+            return self._of_module(kind, name, node)
         self._arguments(node)
+        if kind is _VALUE and name in _IN_PLACE:
+            self._writes = True
+            return _VALUE
         if kind.what == "tracer" and name in ("all", "stop"):
             return _Named("steps") if name == "all" else _VALUE
         if kind.what.startswith("module torch") and name in _FUNCTIONS:
             most = _POSITIONAL.get(name)
             if any(isinstance(one, ast.Starred) for one in node.args) or (most and len(node.args) > most):
-                raise _Writes
+                raise _Unknown
             return _VALUE
         if kind.what == "module math" or (kind is _VALUE and name in (_METHODS | _NEW)):
             return _VALUE
-        raise _Writes
+        raise _Unknown
 
-    def _residual(self, kind: _Modules, name: str, node: ast.Call) -> _Kind:
+    def _of_module(self, kind: _Modules, name: str, node: ast.Call) -> _Kind:
+        if name == "skip" and not kind.several:
+            self._arguments(node)
+            self._writes = True
+            return _VALUE
         if kind.paths != ("model",) or name != "residual" or len(node.args) != 1 or node.keywords:
-            raise _Writes
+            raise _Unknown
         layers = self._item_of(_Modules((self._paths.layers,)), node.args[0])
         assert isinstance(layers, _Modules)
         self._found.update(f"{path}.output" for path in layers.paths)
@@ -433,6 +499,17 @@ _PLAIN = (
 )
 
 _DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def _may_grow(node: ast.BinOp) -> bool:
+    """Whether a single operation on small numbers may take for ever."""
+    if isinstance(node.op, ast.LShift):
+        return True
+    if not isinstance(node.op, ast.Pow):
+        return False
+    exponent = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
+    known = exponent.value if isinstance(exponent, ast.Constant) else None
+    return not isinstance(known, int | float) or known > _LARGEST_POWER
 
 
 def _numbers_in(node: ast.expr) -> tuple[int, ...] | None:
@@ -475,11 +552,11 @@ def _is_new(node: ast.expr) -> bool:
     return False
 
 
-def union(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """The locations of several blocks; `None` if one of them may write."""
+def union(found: Iterable[Account]) -> Account:
+    """What is certain of several blocks together."""
     joined: set[str] = set()
+    reads, computes = True, True
     for one in found:
-        if one is None:
-            return None
-        joined |= one
-    return frozenset(joined)
+        reads, computes = reads and one.reads is not None, computes and one.computes
+        joined |= one.reads or frozenset()
+    return Account(frozenset(joined) if reads else None, computes)

@@ -1,7 +1,8 @@
 """Passes on what hosts report, on a thread, so that the model waits for no report.
 
 The thread sends the adapter the saves of each step as they come. If a host has ended, the thread first passes on all
-that the host has still reported, and then ends the trace's requests with the error.
+that the host has still reported, and then ends the requests of its traces with the error. The thread also closes hosts:
+those of one trace with their trace, and shared ones when they have had no trace for a while.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
-from .hosted_trace import HostedTrace
+from .host import BlockHost, HostedRequest, HostedTrace
 
 if TYPE_CHECKING:
     from tracewire_engine.link.step_link import LinkSender
@@ -37,8 +38,11 @@ logger = logging.getLogger("vllm.tracewire")
 
 _reports = msgspec.msgpack.Decoder(HostReport)
 
-#: How often hosts that are slow are looked for, in milliseconds.
+#: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
+
+#: How long a host that traces share is kept without any, in seconds.
+IDLE_S = 60.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
@@ -58,41 +62,47 @@ class ReportThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
-        self._traces: dict[int, HostedTrace] = {}
+        self._hosts: dict[int, BlockHost] = {}
+        #: The names of the traces that have large arrays.
         self._large: set[str] = set()
-        self._lost: set[str] = set()
         #: Signals that a host has read more of its rows.
         self.returned = threading.Condition()
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
 
-    def watch(self, trace: HostedTrace) -> None:
-        """Pass on what the trace's host reports from now on."""
-        self._do(lambda: self._watch(trace))
+    def watch(self, host: BlockHost) -> None:
+        """Pass on what a host reports from now on."""
+        self.do(lambda: self._watch(host))
 
-    def lose(self, trace: HostedTrace) -> None:
-        """End the requests of a trace whose host has ended, with the trace's `failure`."""
-        self._do(lambda: self._lose(trace))
+    def lose(self, host: BlockHost) -> None:
+        """End the requests of a host that has ended, with its `failure`."""
+        self.do(lambda: self._lose(host))
 
-    def finish(self, trace: HostedTrace, request_id: str) -> None:
-        """Report the end of a request, if the trace's host has ended before it could."""
-        self._do(lambda: self._finish(trace, request_id))
+    def finish(self, request: HostedRequest) -> None:
+        """Report the end of a request, if its host has ended before it could."""
+        self.do(lambda: self._finish(request))
 
     def forget(self, trace: HostedTrace) -> None:
-        """End the host of a trace when all ends of its requests are reported: the worker sees no more of them."""
-        self._do(lambda: self._close_if_over(trace))
+        """Give up a trace when all ends of its requests are reported: the worker sees no more of them."""
+        self.do(lambda: self._close_if_over(trace))
 
-    def send_later(self, trace: HostedTrace, send: Callable[[], None]) -> None:
-        """Send a trace's turn as soon as its rows are on the host (`HostedTrace.send`)."""
+    def close(self, host: BlockHost) -> None:
+        """End a host that was retired."""
+        self.do(lambda: self._close(host))
+
+    def send_later(self, host: BlockHost, send: Callable[[], None]) -> None:
+        """Send a host's turn as soon as its rows are on the host (`BlockHost.send`)."""
         with self.returned:
-            trace.queued += 1
-        self._do(lambda: self._send_turn(trace, send))
+            host.queued += 1
+        self.do(lambda: self._send_turn(host, send))
 
-    def wait_for(self, trace: HostedTrace) -> None:
-        """Wait until no turn of a trace waits for its rows."""
-        with self.returned:
-            self.returned.wait_for(lambda: not trace.queued)
+    def wait_for(self, host: BlockHost) -> None:
+        """Wait until no turn of a host waits for its rows."""
+        if host.queued:
+            with self.returned:
+                self.returned.wait_for(lambda: not host.queued)
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def do(self, job: Callable[[], None]) -> None:
+        """Run a job on the thread, behind what it does now and the jobs before."""
         self._jobs.put(job)
         os.eventfd_write(self._wake, 1)
 
@@ -102,153 +112,188 @@ class ReportThread:
         name_thread("reports")
         self._link = self._connect()
         while True:
-            self._check_patience()
-            for descriptor, events in self._poll.poll(_LOOK_MS if self._traces else None):
+            self._look()
+            for descriptor, events in self._poll.poll(_LOOK_MS if self._hosts else None):
                 try:
                     if descriptor == self._wake:
                         self._work()
-                    elif (trace := self._traces.get(descriptor)) is not None:
-                        self._read(trace, events)
+                    elif (host := self._hosts.get(descriptor)) is not None:
+                        self._read(host, events)
                 except Exception:  # it serves all traces
                     logger.exception("a report of a host of blocks could not be passed on")
 
-    def _check_patience(self) -> None:
-        for trace in list(self._traces.values()) if self._patience_s else ():
-            if trace.failure is None and trace.owes(self._patience_s):
-                trace.failure = too_slow(self._patience_s, "within one step")
-                self._lose(trace)
+    def _look(self) -> None:
+        """End hosts that are too slow, and those that have had no trace for long."""
+        for host in list(self._hosts.values()):
+            if self._patience_s and host.failure is None and host.owes(self._patience_s):
+                host.fail(too_slow(self._patience_s, "within one step", len(host.traces)))
+                self._lose(host)
+            elif not host.traces and time.monotonic() - host.idle_since > IDLE_S and host.retire():
+                self._close(host)
 
     def _work(self) -> None:
         os.eventfd_read(self._wake)
         while not self._jobs.empty():
             self._jobs.get()()
 
-    def _send_turn(self, trace: HostedTrace, send: Callable[[], None]) -> None:
+    def _send_turn(self, host: BlockHost, send: Callable[[], None]) -> None:
         try:
             send()
         except ChannelClosed:
-            trace.failure = trace.failure or lost("")
-            self._lose(trace)
+            host.fail(lost("", len(host.traces)))
+            self._lose(host)
         finally:
             with self.returned:
-                trace.queued -= 1
+                host.queued -= 1
                 self.returned.notify_all()
 
-    def _watch(self, trace: HostedTrace) -> None:
-        descriptor = trace.host.reports.fileno()
-        self._traces[descriptor] = trace
+    def _watch(self, host: BlockHost) -> None:
+        descriptor = host.process.reports.fileno()
+        self._hosts[descriptor] = host
         self._poll.register(descriptor, select.POLLIN)
 
-    def _unwatch(self, trace: HostedTrace) -> None:
-        for descriptor, one in list(self._traces.items()):
-            if one is trace:
-                del self._traces[descriptor]
+    def _unwatch(self, host: BlockHost) -> None:
+        for descriptor, one in list(self._hosts.items()):
+            if one is host:
+                del self._hosts[descriptor]
                 self._poll.unregister(descriptor)
 
-    def _read(self, trace: HostedTrace, events: int) -> None:
-        try:
-            if events & ~select.POLLIN or trace.calls.unsent:
-                trace.calls.flush()
-            for message in trace.host.reports.arrived():
-                self._pass_on(trace, _reports.decode(message))
-        except (ChannelClosed, msgspec.DecodeError) as error:
-            if trace.failure is None:
-                trace.failure = lost(f"{error}" if isinstance(error, msgspec.DecodeError) else "")
-            self._lose(trace)
+    def _close(self, host: BlockHost) -> None:
+        self._unwatch(host)
+        host.process.close()
 
-    def _pass_on(self, trace: HostedTrace, report: HostReport) -> None:
+    def _read(self, host: BlockHost, events: int) -> None:
+        try:
+            if events & ~select.POLLIN or host.calls.unsent:
+                host.calls.flush()
+            for message in host.process.reports.arrived():
+                self._pass_on(host, _reports.decode(message))
+        except (ChannelClosed, msgspec.DecodeError) as error:
+            why = f"{error}" if isinstance(error, msgspec.DecodeError) else ""
+            host.fail(lost(why, len(host.traces)))
+            self._lose(host)
+
+    def _pass_on(self, host: BlockHost, report: HostReport) -> None:
         if isinstance(report, Reported):
-            steps = [step for step in report.steps if self._is_step_of(trace, step)]
-            finishes = [finish for finish in report.finishes if self._is_finish_of(trace, finish)]
+            steps = [step for step in report.steps if self._is_step_of(host, step)]
+            finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
             with self.returned:
-                trace.took(report.turns, report.mark)
+                host.took(report.turns, report.mark)
                 self.returned.notify_all()
+            over = {one.trace for finish in finishes if (one := _request_of(host, finish)) is not None}
             if steps or finishes:
-                self._send(trace, Report(time=time.time(), steps=steps, finishes=finishes))
-            self._close_if_over(trace)
+                self._send(host, Report(time=time.time(), steps=steps, finishes=finishes))
+            for trace in over:
+                self._close_if_over(trace)
         elif isinstance(report, Chunk):
-            self._large.add(trace.name)
-            names = {request for request, _ in trace.records} | trace.shared_names
-            if self._blobs is not None and report.request in names:
+            owner = self._trace_of(host, report.request)
+            if self._blobs is not None and owner is not None:
+                self._large.add(owner.name)
                 chunk = BlobChunk(report.request, report.blob, report.number)
-                self._blobs.relay((trace.name, 0), chunk, report.data)
+                self._blobs.relay((owner.name, 0), chunk, report.data)
         elif isinstance(report, Ready):
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
         elif isinstance(report, Broken):
-            trace.failure = trace.failure or lost(report.message)
+            host.fail(lost(report.message, len(host.traces)))
 
     @staticmethod
-    def _is_step_of(trace: HostedTrace, step: StepRecord) -> bool:
-        one = trace.records.get((step.request, step.choice))
+    def _is_step_of(host: BlockHost, step: StepRecord) -> bool:
+        one = _request_of(host, step)
         if one is None:
-            return step.request in trace.shared_names
+            return step.request in host.shared_names
         one.index, one.steps = step.index, one.steps + 1
         one.ended = one.ended or bool(step.ended)
         return True
 
     @staticmethod
-    def _is_finish_of(trace: HostedTrace, finish: FinishRecord) -> bool:
-        one = trace.records.get((finish.request, finish.choice))
+    def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
+        one = _request_of(host, finish)
         if one is None:
-            return finish.request in trace.shared_names
+            return finish.request in host.shared_names
         one.over = True
         return True
 
-    def _send(self, trace: HostedTrace, report: Report) -> None:
-        if trace.name in self._large and self._blobs is not None:
-            self._blobs.relay((trace.name, 0), report)
-        else:
-            self._link.send(report)
+    @staticmethod
+    def _trace_of(host: BlockHost, name: str) -> HostedTrace | None:
+        """The trace of a host's request, or of shared values, by the name that records give it."""
+        found = (one.trace for (request, _), one in list(host.records.items()) if request == name)
+        return host.shared_names.get(name) or next(found, None)
 
-    def _lose(self, trace: HostedTrace) -> None:
-        if trace.name in self._lost:
+    def _send(self, host: BlockHost, report: Report) -> None:
+        if self._blobs is None or self._large.isdisjoint(host.traces):
+            self._link.send(report)
             return
-        self._lost.add(trace.name)
-        try:
-            while messages := trace.host.reports.arrived():
-                for message in messages:
-                    self._pass_on(trace, _reports.decode(message))
-        except (ChannelClosed, msgspec.DecodeError):
-            pass
+        # What belongs to a trace with large arrays follows them.
+        lanes: dict[str, Report] = {}
+        for kind in ("steps", "finishes"):
+            for record in getattr(report, kind):
+                trace = self._trace_of(host, record.request)
+                lane = trace.name if trace is not None and trace.name in self._large else ""
+                getattr(lanes.setdefault(lane, Report(time=report.time)), kind).append(record)
+        for lane, part in lanes.items():
+            if lane:
+                self._blobs.relay((lane, 0), part)
+            else:
+                self._link.send(part)
+
+    def _lose(self, host: BlockHost) -> None:
+        if not host.lost:
+            host.lost = True
+            try:
+                while messages := host.process.reports.arrived():
+                    for message in messages:
+                        self._pass_on(host, _reports.decode(message))
+            except (ChannelClosed, msgspec.DecodeError):
+                pass
+            self._unwatch(host)
+            host.process.kill()
+        requests = list(host.records.values())
         steps = []
-        for one in trace.requests.values():
+        for one in requests:
             if not one.ended and not one.over:
                 one.ended, one.index, one.steps = True, one.index + 1, one.steps + 1
                 steps.append(StepRecord(one.request, one.choice, one.index, _NO_DELTAS, "error"))
         if steps:
-            self._send(trace, Report(time=time.time(), steps=steps))
+            self._send(host, Report(time=time.time(), steps=steps))
         with self.returned:
             self.returned.notify_all()
-        self._unwatch(trace)
-        trace.host.kill()
-        for one in trace.requests.values():
+        for one in requests:
             if one.finished:
-                self._finish(trace, one.id)
+                self._finish(one)
+        if host.retire():
+            self._close(host)
 
-    def _finish(self, trace: HostedTrace, request_id: str) -> None:
-        one = trace.requests[request_id]
+    def _finish(self, one: HostedRequest) -> None:
         one.finished = True
-        if one.over or trace.name not in self._lost:
+        host = one.trace.host
+        if one.over or not host.lost:
             return
         one.over = True
-        record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=trace.failure, steps=one.steps)
-        record.tokens = one.index + 1
-        self._send(trace, Report(time=time.time(), finishes=[record]))
-        self._close_if_over(trace)
+        record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=host.failure, steps=one.steps)
+        record.tokens, record.restart = one.index + 1, host.failed_together
+        self._send(host, Report(time=time.time(), finishes=[record]))
+        self._close_if_over(one.trace)
 
     def _close_if_over(self, trace: HostedTrace) -> None:
         if trace.closed or not trace.complete or not all(one.over for one in trace.requests.values()):
             return
-        self._unwatch(trace)
-        self._lost.discard(trace.name)
+        host = trace.host
+        host.drop(trace)
         self._large.discard(trace.name)
-        trace.host.close()
+        if (host.kind is None or host.lost) and host.retire():
+            self._close(host)
         trace.closed = True
 
 
-def too_slow(seconds: float, how: str) -> Failure:
-    """The error of a trace whose host did not answer in time."""
+def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedRequest | None:
+    return host.records.get((record.request, record.choice))
+
+
+def too_slow(seconds: float, how: str, traces: int = 1) -> Failure:
+    """The error of traces whose host did not answer in time. `traces` is how many it had."""
+    if traces > 1:
+        return lost(f"a block ran for {seconds:g} s {how}", traces)
     return Failure(
         type="BlockTimeout",
         message=f"the block ran for {seconds:g} s {how}; to loop over the steps write `for step in tracer.iter[:]`, "
@@ -258,7 +303,9 @@ def too_slow(seconds: float, how: str) -> Failure:
     )
 
 
-def lost(why: str) -> Failure:
-    """The error of a trace whose host has ended."""
+def lost(why: str, traces: int = 1) -> Failure:
+    """The error of traces whose host has ended. `traces` is how many it had."""
     message = "the process that ran this trace's blocks has ended"
+    if traces > 1:
+        message = f"the process that ran the blocks of this trace and of {traces - 1} others of its tenant has ended"
     return Failure(type="BlockHostLost", message=f"{message}: {why}" if why else message, field="block")

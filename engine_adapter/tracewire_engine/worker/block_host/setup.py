@@ -91,5 +91,5 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
     hosts = HostedBlocks(model, paths, pool, reports, step_s)
-    hosts.inputs = runner.tracewire_inputs
+    hosts.answers.inputs = runner.tracewire_inputs
     return hosts

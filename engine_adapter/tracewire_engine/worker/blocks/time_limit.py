@@ -18,6 +18,7 @@ otherwise be raised in the block.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import threading
@@ -43,6 +44,8 @@ __all__ = [
         "end",
         "start_shared_timer",
         "keep_modules",
+        "left_together",
+        "limit_together",
         "stop_shared_timer",
     ),
     *("limit_turns", "shielded", "turn"),
@@ -55,6 +58,11 @@ _LEAST_S = 0.001
 #: While the timer is shared, it is set anew for a block only if the block has used more of its time than this.
 _SLACK_S = 0.05
 
+#: How long a block may take at least although the blocks of its process have used up their common time, in seconds.
+_LEAST_SHARE_S = 0.05
+
+#: Until when the turns of all blocks may take (`time.monotonic()`), if they have a common limit.
+_until: float | None = None
 _limit_s = 0.0
 _monitor: TurnMonitor | None = None
 _building = False
@@ -90,13 +98,14 @@ class BlockTimeout(Exception):
 class Budget:
     """The time that one block may still take in a step: `left_s` seconds of the step numbered `step`."""
 
-    __slots__ = ("left_s", "rings", "step")
+    __slots__ = ("cut", "left_s", "rings", "step")
 
     def __init__(self) -> None:
         self.step = -1
         self.left_s = 0.0
-        #: How often the time limit has interrupted it in the step.
+        #: How often the time limit has interrupted it in the step; and whether other blocks have used up its time.
         self.rings = 0
+        self.cut = False
 
 
 #: The budget of the block whose turn is running, and since when (`time.monotonic()`).
@@ -126,6 +135,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _timeout() -> BlockTimeout:
+    if _running is not None and _running.cut:
+        return BlockTimeout(
+            f"the blocks of this tenant that share a process ran for {_limit_s:g} s within one step, this one last"
+        )
     return BlockTimeout(
         f"the block ran for {_limit_s:g} s within one step, while every request waited for it; to loop over the "
         "steps write `for step in tracer.iter[:]`, and leave a loop that is done with `break`"
@@ -185,6 +198,17 @@ def limit_turns(seconds: float, *, alone: bool = False) -> None:
         _monitor = TurnMonitor(_overdue_s)
         with suppress(RuntimeError):  # a confined process may not start a thread
             _monitor.start()
+
+
+def limit_together(seconds: float | None) -> None:
+    """Limit the time that all blocks together may take from now on. `None`: each has its own limit only."""
+    global _until
+    _until = None if seconds is None else time.monotonic() + seconds
+
+
+def left_together() -> float:
+    """How many seconds all blocks together have left; infinite without such a limit."""
+    return math.inf if _until is None else _until - time.monotonic()
 
 
 def _overdue_s() -> float:
@@ -259,7 +283,9 @@ def begin(budget: Budget) -> Budget | None:
         if not _timer_shared and not _building:
             _note_state()
     if budget.step != _step:
-        budget.step, budget.left_s, budget.rings = _step, _limit_s, 0
+        budget.step, budget.left_s, budget.rings, budget.cut = _step, _limit_s, 0, False
+    if _until is not None and (share := max(_until - now, _LEAST_SHARE_S)) < budget.left_s - _SLACK_S:
+        budget.left_s, budget.cut = share, True
     _running, _began = budget, now
     if _limit_s and (not _timer_shared or budget.left_s < _limit_s - _SLACK_S):
         _start(budget.left_s)
@@ -347,14 +373,16 @@ def shielded(*, waiting: bool = False) -> Iterator[None]:
     Args:
         waiting: whether the context waits for other processes, which does not count as the block's time.
     """
-    global _began, _shielded
+    global _began, _shielded, _until
     _shielded, since = True, time.monotonic()
     try:
         yield
     finally:
         _shielded = False
         if waiting:
-            _began += time.monotonic() - since
+            waited = time.monotonic() - since
+            _began += waited
+            _until = None if _until is None else _until + waited
 
 
 @contextmanager

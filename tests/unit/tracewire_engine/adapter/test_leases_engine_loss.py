@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,6 +18,8 @@ from tracewire_bus.bus import Bus, Fenced
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import decode_submission, encode
 from tracewire_bus.wire.messages import Failure
+from tracewire_engine.adapter.engine_api import Prepared
+from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 
 PATIENCE = 60
 
@@ -45,6 +48,64 @@ async def test_an_engine_that_dies_under_its_adapter_is_replaced(client: Client,
     restarts = [event for event in events if isinstance(event, Restarted)]
     assert [(one.attempt, one.seq) for one in restarts] == [(2, 0)]
     assert "died" in restarts[0].reason
+    await trace.aclose()
+
+
+class _Sharing(ScriptedEngine):
+    """An engine whose blocks share a process that ends in the fourth step, unless they share it with none."""
+
+    class _Ending(ScriptedEngine.request_type):
+        """Ends as the workers say it when such a process has ended."""
+
+        alone = False
+
+        def step(self) -> StepRecord:
+            record = super().step()
+            if record.index == 3 and not self.alone:
+                record.ended = "error"
+            return record
+
+        def finish(self) -> FinishRecord:
+            record = super().finish()
+            if not self.alone:
+                record.error, record.restart = Failure(type="BlockHostLost", message="it has ended"), True
+            return record
+
+    request_type = _Ending
+
+    def __init__(self) -> None:
+        super().__init__(partial(anyio.sleep, 0))
+        self.tenants: list[str | None] = []
+
+    async def prepare(self, *given: Any) -> Prepared:
+        self.tenants.append(given[-1])
+        return await super().prepare(*given)
+
+    async def start(self, request: str, prepared: Prepared, priority: int) -> Any:
+        outputs = await super().start(request, prepared, priority)
+        outputs.alone = self.tenants[-1] is None
+        return outputs
+
+
+@pytest.mark.parametrize(("attempts", "error"), [(2, None), (1, "BlockHostLost")])
+async def test_a_trace_whose_blocks_shared_a_process_that_ended_runs_again_alone(
+    client: Client, bus: Bus, attempts: int, error: str | None
+) -> None:
+    """If it may run again."""
+    engine = _Sharing()
+    trace = client.trace("tiny", "hello", acts, max_tokens=20, detach=True, max_attempts=attempts)
+    async with serving(bus, engine):
+        await client.models.get("tiny", timeout=PATIENCE)
+        await trace.start()
+        if error is None:
+            events = await whole(client, trace.id, "hello", 20)
+            (restarted,) = [event for event in events if isinstance(event, Restarted)]
+            assert "it has ended" in restarted.reason
+        else:
+            with anyio.fail_after(PATIENCE):
+                *_, last = [event async for event in client.subscribe(trace.id)]
+            assert last.error.type == error
+    assert engine.tenants == ["", None][:attempts]
     await trace.aclose()
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.support.hosted_model import HostedModel
-
-#: In one run of three, a host beside a memory bomb or after bad samples has not reported when the test looks.
-pytestmark = pytest.mark.full
+from tracewire_bus.wire.messages import Block
 
 READS = """
 hidden = [].save()
@@ -63,7 +61,15 @@ import torch
 kept = []
 for step in tracer.iter[:]:
     h = model.model.layers[1].output[0]
-    kept += [torch.empty(1 << 30)]
+    kept += [torch.empty(1 << 31)]
+"""
+
+#: This one has known functions only.
+SHARED_BOMB = """
+kept = [].save()
+for step in tracer.iter[:]:
+    h = model.model.layers[1].output[0]
+    kept.append(torch.ones(1 << 31))
 """
 
 FAILS = """
@@ -164,7 +170,7 @@ def test_a_killed_host_is_noticed_in_the_midst_of_a_step(served: HostedModel) ->
     served.open("reads", READS)
     served.step({"killed": 2, "reads": 2}, 0)
     served.wait_for_step("killed")
-    served.hosts.traces["killed"].host.kill()
+    served.hosts.traces["killed"].host.process.kill()
     for index in (1, 2):
         served.step({"killed": 1, "reads": 1}, index)
     for name in ("killed", "reads"):
@@ -177,14 +183,76 @@ def test_a_killed_host_is_noticed_in_the_midst_of_a_step(served: HostedModel) ->
     assert len(served.outcomes["reads"].saves["hidden"]) == 3
 
 
-def test_a_memory_bomb_is_its_own_blocks_error(served: HostedModel) -> None:
-    found = served.run({"bomb": BOMB, "reads": READS})
+def test_a_host_that_is_lost_costs_the_traces_of_its_tenant_that_share_it_and_no_other(served: HostedModel) -> None:
+    tenants = {"one": "a", "two": "a", "other": "b"}
+    for name, tenant in tenants.items():
+        served.open(name, WRITES, tenant=tenant)
+    hosts = [served.hosts.traces[name].host for name in tenants]
+    assert hosts[0] is hosts[1] is not hosts[2]
+    served.step(dict.fromkeys(tenants, 2), 0)
+    hosts[0].process.kill()
+    for index in (1, 2):
+        served.step(dict.fromkeys(tenants, 1), index)
+    for name in tenants:
+        served.finish(name, 3)
+    served.wait(*tenants)
+    for name in ("one", "two"):
+        finish = served.outcomes[name].finish
+        assert finish is not None
+        assert finish.error is not None
+        assert finish.error.type == "BlockHostLost"
+        assert "of this trace and of 1 others of its tenant" in finish.error.message
+    assert len(served.outcomes["other"].saves["hidden"]) == 3
+    # The tenant's next trace has another host.
+    found = served.run({"next": WRITES})["next"]
+    assert len(found.saves["hidden"]) == 3
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["model.model.layers[1].output[0].zero_()", pytest.param("model.model.layers[1].output", marks=pytest.mark.full)],
+)
+def test_blocks_that_loop_use_up_the_time_of_their_host_and_no_neighbour_ends(
+    served: HostedModel, location: str
+) -> None:
+    """Two of them take no longer than one, so that the host with their neighbour stays."""
+    impatient = HostedModel(step_s=4.0, pool=served.pool)
+    loops = f"{location}\nfor number in range(10**12):\n    number + 1\n"
+    read = "h = model.model.layers[2].output[0]" + ("\n" if location.endswith("output") else "\nh[:] = 1\n")
+    found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)
+    hosts = {one.finish.error.type for one in found.values() if one.finish is not None and one.finish.error is not None}
+    assert hosts == {"BlockTimeout"}
+    errors = [one.finish.error for one in found.values() if one.finish is not None]
+    assert [error is not None and error.line in (2, 3) for error in errors] == [True, True, False]
+    assert errors[1] is not None
+    assert "share a process" in errors[1].message
+    assert found["calm"].saves["x"].shape == (2, 4)
+
+
+def test_a_trace_that_rejoins_the_batch_is_waited_for(served: HostedModel) -> None:
+    """Although the last reply of its host was of a step without it."""
+    for name in ("stays", "leaves"):
+        served.open(name, WRITES, tenant="c")
+    served.step({"stays": 2, "leaves": 2}, 0)
+    served.step({"stays": 1}, 1)
+    for index in (1, 2):
+        served.step({"stays": 1, "leaves": 1}, index)
+    for name in ("stays", "leaves"):
+        served.finish(name, 3)
+    served.wait("stays", "leaves")
+    assert [len(served.outcomes[name].saves["hidden"]) for name in ("stays", "leaves")] == [4, 3]
+
+
+@pytest.mark.parametrize(("source", "line"), [(BOMB, 6), (SHARED_BOMB, 5)])
+def test_a_memory_bomb_is_its_own_blocks_error(served: HostedModel, source: str, line: int) -> None:
+    """Whether its host is its own, or the neighbour's too."""
+    bomb = Block(name="block", source=source, filename="mine.py", modules={"torch": "torch"})
+    found = served.run({"bomb": bomb, "reads": READS})
     finish = found["bomb"].finish
     assert finish is not None
     assert finish.error is not None
-    assert "memory" in finish.error.message.lower()
-    # If the host has no memory for the error of the block either, it ends.
-    assert finish.error.line == 6 or finish.error.type == "BlockHostLost"
+    assert "can't allocate memory" in finish.error.message
+    assert (finish.error.type, finish.error.line) == ("RuntimeError", line)
     assert len(found["reads"].saves["hidden"]) == 3
 
 

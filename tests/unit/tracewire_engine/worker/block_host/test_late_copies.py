@@ -41,12 +41,12 @@ def test_rows_are_there_when_they_have_arrived(spans: list[tuple[int, int]]) -> 
 
 def test_turns_whose_rows_come_late_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HostedModel()
-    reach = hosted_blocks.HostedTrace.reach
+    reach = hosted_blocks.BlockHost.reach
 
     def late(self: Any, *given: Any, copies: Any = None, **more: Any) -> None:
         reach(self, *given, copies=LateCopies(), **more)
 
-    monkeypatch.setattr(hosted_blocks.HostedTrace, "reach", late)
+    monkeypatch.setattr(hosted_blocks.BlockHost, "reach", late)
     writes = READS + "    model.model.layers[2].output[0][:] = 0\n"
     found = model.run({"reads": READS, "writes": writes, "again": READS}, steps=5)
     for one in found.values():

@@ -7,7 +7,7 @@ import pytest
 from tracewire_bus.wire.messages import Block, Helper
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.block_host import ModuleOutline
-from tracewire_engine.worker.block_host.reading import MOST, ModelPaths, reads_of, union
+from tracewire_engine.worker.block_host.reading import MOST, Account, ModelPaths, account_of, union
 
 LAYERS = [f"model.layers.{index}" for index in range(4)]
 PATHS = ModelPaths(
@@ -22,9 +22,15 @@ PATHS = ModelPaths(
 )
 
 
-def reads(source: str, **more: object) -> frozenset[str] | None:
+def account(source: str, **more: object) -> Account:
     fields = {"modules": {"torch": "torch", "F": "torch.nn.functional"}, **more}
-    return reads_of(Block(name="block", source=source, **fields), PATHS)  # type: ignore[arg-type]
+    return account_of(Block(name="block", source=source, **fields), PATHS)  # type: ignore[arg-type]
+
+
+def reads(source: str, **more: object) -> frozenset[str] | None:
+    found = account(source, **more)
+    assert found.computes or found.reads is None
+    return found.reads
 
 
 def outputs(*layers: int) -> frozenset[str]:
@@ -52,6 +58,9 @@ LOGITS = {"model.logits"}
         ("p = torch.softmax(model.logits[-1] / live.heat, -1).topk(3).indices", LOGITS),
         ("text = f'{model.logits.shape}'", LOGITS),
         ("pass", frozenset()),
+        ("x = sum(range(8)) + model.logits ** 2 + model.logits ** -0.5", LOGITS),
+        ("for i in range(10 ** 11):\n    x = model.logits", LOGITS),
+        ("x = [model.logits for i in range(int(live.n))]", LOGITS),
     ],
 )
 def test_blocks_that_only_read(source: str, found: set[str]) -> None:
@@ -70,13 +79,28 @@ H = "h = model.model.layers[0].output[0]\n"
         H + "h[0] = 1",
         H + "h += 1",
         H + "h.mul_(2)",
-        H + "h.data",
         H + "g = h[1:]\ng -= 1",
         H + "g = h if True else 1\ng -= 1",
         H + "g = h.float()\ng *= 2",
         H + "g = (h, 1)\ng[0][:] = 1",
         H + "g = [h]\nfor one in g:\n    one += 1",
         H + "d = {'a': h}\nd['a'][0] = 1",
+        "model.model.layers[0].skip(1)",
+        "for step in tracer.iter[:]:\n    o = model.lm_head.output\n    model.lm_head.output = (o[0] * 2, o[1])",
+        "model.logits[:, 3] = -1e9\nmodel.samples[:] = 7",
+        "model.logits = model.logits * 2",
+        "m = model\nm.model.layers[0].output = 1",
+        H + "h[:] = h * 1.001\nh.zero_()",
+    ],
+)
+def test_blocks_that_write_and_only_compute(source: str) -> None:
+    assert account(source, modules={"torch": "torch"}) == Account(None, computes=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        H + "h.data",
         H + "torch.add(h, 1, out=h)",
         H + "F.relu(h, True)",
         H + "F.relu(h, inplace=True)",
@@ -97,11 +121,9 @@ H = "h = model.model.layers[0].output[0]\n"
         H + "getattr(h, 'zero_')()",
         H + "sorted(h, key=h.zero_)",
         "model.lm_head(1)",
-        "model.model.layers[0].skip(1)",
         "w = model.lm_head.weight",
         "c = tracer.cache()",
         "r = tracer.result",
-        "m = model\nm.model.layers[0].output = 1",
         "x = model.nothing.output",
         "x = model.model.layers[9].output",
         "model = 1",
@@ -109,10 +131,31 @@ H = "h = model.model.layers[0].output[0]\n"
         "def f():\n    pass",
         "while True:\n    pass",
         "this is no Python",
+        "for model.logits in [1]:\n    import os",
+        "live.x = 1",
+        "model.model = 1",
+        "model.model.layers[0].forward = 1",
+        "model.model.layers += [1]",
+        "layers = model.model.layers\nlayers += [1]",
+        "torch.add = 1",
+        "torch.nn.functional.relu = 1",
+        H + "h.grad = 1",
+        H + "h.resize_(9)",
+        H + "h.set_(h)",
+        H + "h.as_strided_((9,), (1,))",
+        H + "h.untyped_storage()",
+        H + "h.register_hook(1)",
+        "tracer.iter = 1",
+        "x = sum(range(10 ** 11))",
+        "x = list(range(int(live.n)))",
+        "x = 7 ** 10 ** 8",
+        "x = 7 ** int(live.n)",
+        "x = 1 << 10 ** 12",
+        "().__class__.__bases__[0].__subclasses__()",
     ],
 )
-def test_blocks_that_may_write(source: str) -> None:
-    assert reads(source, modules={"torch": "torch", "F": "torch"}) is None
+def test_blocks_of_which_nothing_is_certain(source: str) -> None:
+    assert account(source, modules={"torch": "torch", "F": "torch"}) == Account()
 
 
 def test_what_comes_with_a_block_counts() -> None:
@@ -154,9 +197,12 @@ def test_a_block_of_very_many_locations_is_waited_for() -> None:
         "model.layers",
     )
     source = "i = int(live.layer)\nx = model.model.layers[i].output"
-    assert reads_of(Block(name="block", source=source), many) is None
+    assert account_of(Block(name="block", source=source), many) == Account(None, computes=True)
 
 
 def test_one_block_that_may_write_decides() -> None:
-    assert union([frozenset({"a"}), frozenset({"b"})]) == {"a", "b"}
-    assert union([frozenset({"a"}), None]) is None
+    first, second = (Account(frozenset({name}), computes=True) for name in "ab")
+    assert union([first, second]) == Account(frozenset("ab"), computes=True)
+    assert union([first, Account(None, computes=True)]) == Account(None, computes=True)
+    assert union([first, Account()]) == Account()
+    assert union([]) == Account(frozenset(), computes=True)

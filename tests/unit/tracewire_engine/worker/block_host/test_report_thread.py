@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
 from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Reported
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
-from tracewire_engine.worker.block_host.hosted_trace import HostedRequest, HostedTrace
+from tracewire_engine.worker.block_host import report_thread
+from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -55,24 +57,31 @@ class Sent:
         return self.reports.get(timeout=30)
 
 
-def watched(patience_s: float = 0.0) -> tuple[ReportThread, HostedTrace, Host, Sent]:
+def watched(patience_s: float = 0.0) -> tuple[ReportThread, BlockHost, Host, Sent]:
     host, sent = Host(), Sent()
     link: Any = sent
     thread = ReportThread(lambda: link, link, patience_s)
     anyhost: Any = host
-    trace = HostedTrace("t", anyhost, None, 1)
-    trace.add(Arrived("r-1", {}), HostedRequest("r-1", "r", 0))
-    trace.shared_names.add("t")
-    thread.watch(trace)
-    return thread, trace, host, sent
+    known = BlockHost(anyhost, None)
+    add(known, "t", "r")
+    known.share(known.traces["t"], "t")
+    thread.watch(known)
+    return thread, known, host, sent
+
+
+def add(host: BlockHost, trace: str, request: str) -> None:
+    made = HostedTrace(trace, host, 1)
+    assert host.add(made)
+    host.take_request(HostedRequest(made, f"{request}-1", request, 0), Arrived(f"{request}-1", {}), None)
 
 
 def test_records_of_the_traces_own_requests_are_passed_on() -> None:
-    thread, trace, host, sent = watched()
+    thread, known, host, sent = watched()
     steps = [StepRecord(name, 0, 0, NOTHING) for name in ("r", "foreign", "t")]
     host.says(Reported(steps, [FinishRecord("foreign", 0, NOTHING)]))
     report = sent.next()
     assert ([step.request for step in report.steps], report.finishes) == (["r", "t"], [])
+    trace = known.traces["t"]
     trace.complete = True
     thread.forget(trace)
     host.says(Reported([], [FinishRecord("r", 0, NOTHING)]))
@@ -80,24 +89,25 @@ def test_records_of_the_traces_own_requests_are_passed_on() -> None:
 
 
 def test_an_end_before_the_loss_of_the_host_is_reported_too() -> None:
-    thread, trace, host, sent = watched()
-    thread.finish(trace, "r-1")
+    thread, known, host, sent = watched()
+    thread.finish(known.records["r", 0])
     host.theirs.close()
     assert sent.next().steps[0].ended == "error"
     assert sent.next().finishes[0].error.type == "BlockHostLost"
 
 
 def test_a_host_that_is_gone_ends_its_requests() -> None:
-    thread, trace, host, sent = watched()
+    thread, known, host, sent = watched()
     host.says(Reported([StepRecord("r", 0, 4, NOTHING)]))
     host.says(Broken("it broke"))
     host.theirs.close()
     assert sent.next().steps[0].index == 4
     (ended,) = sent.next().steps
     assert (ended.index, ended.ended) == (5, "error")
-    thread.finish(trace, "r-1")
+    thread.finish(known.records["r", 0])
     (finish,) = sent.next().finishes
     assert (finish.error.type, finish.steps, finish.tokens) == ("BlockHostLost", 2, 6)
+    assert not finish.restart
     assert "it broke" in finish.error.message
 
 
@@ -110,20 +120,77 @@ def test_a_host_that_sends_no_report_ends_its_requests(garbage: bytes) -> None:
 
 
 def test_a_host_that_takes_no_turn_ends_its_requests() -> None:
-    _, trace, host, sent = watched(patience_s=0.01)
-    trace.send([], waits=False)
+    _, known, host, sent = watched(patience_s=0.01)
+    known.send([], waits=False)
     assert sent.next().steps[0].ended == "error"
-    assert trace.failure is not None
-    assert trace.failure.type == "BlockTimeout"
+    assert known.failure is not None
+    assert known.failure.type == "BlockTimeout"
     assert host.killed
 
 
 def test_large_arrays_and_all_that_follows_them_go_together() -> None:
-    thread, trace, host, sent = watched()
+    thread, known, host, sent = watched()
     host.says(Chunk("r", "blob", 0, b"data"))
     host.says(Reported([StepRecord("r", 0, 0, NOTHING)]))
     assert sent.next()[2] == b"data"
     assert sent.next()[1].steps[0].request == "r"
-    trace.failure = Failure(type="X", message="y")
-    thread.lose(trace)
+    known.failure = Failure(type="X", message="y")
+    thread.lose(known)
     assert sent.next()[1].steps[0].ended == "error"
+
+
+def test_the_end_of_a_shared_host_ends_each_of_its_traces_and_says_how_many_it_had() -> None:
+    thread, known, host, sent = watched()
+    add(known, "u", "s")
+    host.theirs.close()
+    assert {(step.request, step.ended) for step in sent.next().steps} == {("r", "error"), ("s", "error")}
+    for name in ("r", "s"):
+        thread.finish(known.records[name, 0])
+        (finish,) = sent.next().finishes
+        assert finish.error.type == "BlockHostLost"
+        assert "of this trace and of 1 others of its tenant" in finish.error.message
+        assert finish.restart
+
+
+def test_a_shared_host_stays_when_its_traces_are_over_and_a_trace_s_own_does_not() -> None:
+    for kind in (("", True), None):
+        thread, known, host, sent = watched()
+        known.kind = kind
+        trace = known.traces["t"]
+        trace.complete = True
+        host.says(Reported([], [FinishRecord("r", 0, NOTHING)]))
+        assert sent.next().finishes
+        settled = threading.Event()
+        thread.do(settled.set)
+        assert settled.wait(30)
+        assert trace.closed
+        assert (not known.traces, not known.records, not known.shared_names) == (True, True, True)
+        assert host.closed == (kind is None)
+
+
+def test_a_host_without_traces_is_ended_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "IDLE_S", 0.0)
+    thread, known, host, sent = watched()
+    known.kind = "", True
+    known.traces["t"].complete = True
+    host.says(Reported([], [FinishRecord("r", 0, NOTHING)]))
+    assert sent.next().finishes
+    # The thread looks for such hosts before it waits.
+    for _ in range(2):
+        settled = threading.Event()
+        thread.do(settled.set)
+        assert settled.wait(30)
+    assert host.closed
+    assert not known.add(HostedTrace("late", known, 1))
+
+
+def test_traces_with_large_arrays_go_apart_from_the_others_of_their_host() -> None:
+    _, known, host, sent = watched()
+    add(known, "u", "s")
+    host.says(Chunk("r", "blob", 0, b"data"))
+    host.says(Reported([StepRecord("r", 0, 0, NOTHING), StepRecord("s", 0, 0, NOTHING)]))
+    assert sent.next()[2] == b"data"
+    parts = [sent.next(), sent.next()]
+    relayed = next(one for one in parts if isinstance(one, tuple))
+    (plain,) = [one for one in parts if not isinstance(one, tuple)]
+    assert ([one.request for one in relayed[1].steps], [one.request for one in plain.steps]) == (["r"], ["s"])

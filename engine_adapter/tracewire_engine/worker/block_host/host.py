@@ -1,0 +1,277 @@
+"""A host as the worker sees it: the traces whose blocks it runs, and what it still has to be told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.host_channel import HostChannel
+from tracewire_engine.protocol.block_host import (
+    Arrived,
+    Began,
+    Ended,
+    Event,
+    Reached,
+    Reply,
+    Turn,
+)
+
+from .late_copies import LateCopies, LateRows
+from .pool import HostProcess
+from .rows import SharedRows, StepRows
+
+__all__ = ["BlockHost", "HostedRequest", "HostedTrace"]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class HostedRequest:
+    """A live request of a trace: the adapter's id of it, its choice, and what was reported of it."""
+
+    __slots__ = ("choice", "ended", "finished", "id", "index", "over", "request", "steps", "trace")
+
+    def __init__(self, trace: HostedTrace, request_id: str, request: str, choice: int) -> None:
+        self.trace, self.id, self.request, self.choice = trace, request_id, request, choice
+        #: The index of the token of the last step that its host has reported, and how many steps those were.
+        self.index, self.steps = -1, 0
+        #: Whether its blocks have ended it, whether the scheduler has, and whether its end was reported.
+        self.ended = self.finished = self.over = False
+
+
+class HostedTrace:
+    """One trace.
+
+    Args:
+        name: of its attempt.
+        host: of its blocks.
+        choices: how many choices all of its requests have together.
+    """
+
+    def __init__(self, name: str, host: BlockHost, choices: int) -> None:
+        self.name, self.host, self.choices = name, host, choices
+        #: The locations that its blocks may ask for, if it is certain that they only read.
+        self.reads: frozenset[str] | None = frozenset()
+        #: All requests that the host was told of, by the scheduler's id.
+        self.requests: dict[str, HostedRequest] = {}
+        self.shared_names: set[str] = set()
+        self.idle_since = 0.0
+        #: Whether the worker will see no more request of it; and whether all ends of its requests are reported.
+        self.complete = self.closed = False
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why its host is of no use any more, if so."""
+        return self.host.failure
+
+
+class BlockHost:
+    """A process that runs blocks, and the traces that they belong to.
+
+    Args:
+        process: the host's.
+        kind: whose traces it may take, and whether they only read: a tenant's name, and whether the model goes on
+            without waiting. `None`: it is one trace's alone.
+    """
+
+    def __init__(self, process: HostProcess, kind: tuple[str, bool] | None) -> None:
+        self.process, self.kind = process, kind
+        self.traces: dict[str, HostedTrace] = {}
+        #: The requests of its traces by the adapter's id and the choice, as records name them; and the traces by the
+        #: names of their shared values' records.
+        self.records: dict[tuple[str, int], HostedRequest] = {}
+        self.shared_names: dict[str, HostedTrace] = {}
+        self.new: list[Arrived] = []
+        self.failure: Failure | None = None
+        #: Whether it failed while it had several traces, so that nobody knows whose blocks it was.
+        self.failed_together = False
+        #: The locations that its blocks may ask for, if all of them only read. Then the model never waits for it.
+        #: `None`: the model waits wherever a block asks for something.
+        self.reads: frozenset[str] | None = frozenset() if kind is None or kind[1] else None
+        self.rows: StepRows | None = None
+        #: Locations at which the model waits, and how often it passes each before; and those of which rows are sent.
+        self.waits: dict[str, int] = {}
+        self.observed: frozenset[str] = frozenset()
+        self.begins = False
+        #: The requests of the last step that it took part in.
+        self.present: frozenset[str] = frozenset()
+        #: The location that was reached last, until the host has answered.
+        self.shared: SharedRows | None = None
+        #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
+        self.turns = self.taken = 0
+        self.owes_since = 0.0
+        #: Since when it has no trace; whether it gets none any more; and whether its end has been reported.
+        self.idle_since = time.monotonic()
+        self.retired = self.lost = False
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._names = self._passed = 0
+        #: Rows of the next turn that are on their way from a GPU; and how many turns wait for theirs.
+        self._late: list[LateRows] = []
+        self.queued = 0
+
+    # --- its traces ---------------------------------------------------------------------------------------------------
+
+    def add(self, trace: HostedTrace) -> bool:
+        """Take a new trace. Returns whether it does: a host that is being closed takes none."""
+        with self._lock:
+            if self.retired:
+                return False
+            self.traces[trace.name] = trace
+            return True
+
+    def take_request(self, request: HostedRequest, arrived: Arrived, reads: frozenset[str] | None) -> None:
+        """Take a new request of one of its traces. `reads` are the locations that it may ask for, if it only reads."""
+        trace = request.trace
+        trace.reads = None if reads is None or trace.reads is None else trace.reads | reads
+        self.new.append(arrived)
+        trace.requests[request.id] = self.records[request.request, request.choice] = request
+        with self._lock:
+            self._join_reads()
+
+    def share(self, trace: HostedTrace, name: str) -> None:
+        """Take the name of the records of values that a trace's blocks share."""
+        trace.shared_names.add(name)
+        self.shared_names[name] = trace
+
+    def _join_reads(self) -> None:
+        found = [trace.reads for trace in self.traces.values()]
+        if self.reads is None or None in found:
+            # It stays so, since a reply's account of what its blocks wait for is of all of its traces.
+            self.reads = None
+        else:
+            self.reads = self.observed = frozenset[str]().union(*[one for one in found if one is not None])
+
+    def drop(self, trace: HostedTrace) -> None:
+        """Forget a trace that is over."""
+        for request in trace.requests.values():
+            if self.records.get((request.request, request.choice)) is request:
+                del self.records[request.request, request.choice]
+        for name in trace.shared_names:
+            self.shared_names.pop(name, None)
+        with self._lock:
+            if self.traces.get(trace.name) is trace:
+                del self.traces[trace.name]
+            self.idle_since = time.monotonic()
+            self._join_reads()
+
+    def retire(self) -> bool:
+        """Take no trace any more. Returns whether it has none, and was not retired before."""
+        with self._lock:
+            if self.retired or self.traces:
+                return False
+            self.retired = True
+            return True
+
+    def fail(self, failure: Failure) -> bool:
+        """Note why it is of no use any more. Returns whether that was not known before."""
+        if self.failure is not None:
+            return False
+        self.failed_together = len(self.traces) > 1
+        self.failure = failure
+        return True
+
+    # --- its turns ----------------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> HostChannel:
+        """The connection over which the host takes turns."""
+        return self.process.calls
+
+    @property
+    def wanted(self) -> set[str]:
+        """The locations at which the model does something for its traces."""
+        return {*self.waits, *self.observed}
+
+    def begin(self, spans: list[tuple[str, int, int]], rows: StepRows) -> None:
+        """Begin a step with requests of its traces (see `Began`)."""
+        self.rows, self._passed = rows, 0
+        self.present = frozenset([name for name, _, _ in spans])
+        self._events.append(Began(self.new, spans))
+        self.new = []
+
+    def passes(self, location: str) -> bool:
+        """Count a location that the model has reached. Returns whether the model must wait for the host there."""
+        after = self.waits.get(location)
+        if not after:
+            return after == 0
+        self.waits[location] = after - 1
+        return False
+
+    def reach(
+        self, location: str, value: Any, passed: Any, *, by_request: bool, copies: LateCopies | None = None
+    ) -> None:
+        """Share its traces' rows at a location (see `SharedRows`).
+
+        Raises:
+            NoRoom: the host has not read enough of what was shared before.
+            SharedValueError: the value cannot be shared.
+        """
+        assert self.rows is not None
+        shared = SharedRows(value, self.rows, self.process.given, by_request=by_request, copies=copies)
+        self._late += shared.late
+        before = passed[self._passed :].tobytes()
+        self._events.append(Reached(location, shared.shared, before, by_request))
+        # The host counts the location itself.
+        self._passed = len(passed) + 1
+        self.shared = shared
+
+    def end(self, passed: Any) -> None:
+        """End the step."""
+        self.shared = None
+        self._events.append(Ended(passed[self._passed :].tobytes(), self.process.given.taken))
+
+    def tell(self, event: Event) -> None:
+        """Add an event to the next turn."""
+        self._events.append(event)
+
+    def send(self, names: list[str], *, waits: bool) -> Callable[[], None] | None:
+        """Send a turn, if nothing of it is on its way from a GPU.
+
+        Args:
+            names: of all locations that any event has numbered.
+            waits: whether a reply is wanted. Then this waits for what is on its way.
+
+        Returns:
+            A function that waits for what is on its way and then sends the turn; `None` if the turn was sent.
+
+        Raises:
+            ChannelClosed: the host is gone.
+        """
+        turn = Turn(self._events, waits, names[self._names :])
+        self._events, self._names = [], len(names)
+        if self.turns == self.taken:
+            self.owes_since = time.monotonic()
+        self.turns += 1
+        late, self._late = self._late, []
+        send = partial(self._send, _encode(turn), late)
+        if not waits and (late or self.queued):
+            return send
+        send()
+        return None
+
+    def _send(self, message: bytes, late: list[LateRows]) -> None:
+        for rows in late:
+            rows.arrive(self.process.given)
+        self.calls.send(message)
+
+    def took(self, turns: int, mark: int) -> None:
+        """Note how many turns the host has taken, and how many shared bytes it has read."""
+        if self.taken < turns <= self.turns:
+            self.taken, self.owes_since = turns, time.monotonic()
+        given = self.process.given
+        given.returned = max(given.returned, min(mark, given.taken))
+
+    def owes(self, seconds: float) -> bool:
+        """Whether the host has not taken a turn for this long, although it was sent one."""
+        return self.taken < self.turns and time.monotonic() - self.owes_since > seconds
+
+    def take(self, reply: Reply) -> None:
+        """Take a reply's account of what the blocks wait for."""
+        self.waits = dict(reply.waits)
+        self.observed, self.begins = frozenset(reply.observed), reply.begins

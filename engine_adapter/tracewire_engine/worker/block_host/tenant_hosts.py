@@ -1,0 +1,83 @@
+"""Finds each trace its host: one that it shares with other traces of its tenant, or one of its own.
+
+Blocks share a host if their source shows that they only compute (`reading.py`): such a block can harm its neighbours by
+its time and its memory alone. Those that only read have other hosts than those that may write, since the model waits
+for a host as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .host import BlockHost
+from .pool import HostPool
+from .reading import Account
+from .report_thread import ReportThread
+
+__all__ = ["TenantHosts"]
+
+#: How many traces a host has before the tenant gets another one, and how many of a tenant's hosts there are at most.
+FULL = 8
+MOST = max(1, min(8, (os.cpu_count() or 1) // 2))
+
+#: How many hosts without a trace are kept.
+IDLE = 8
+
+
+class TenantHosts:
+    """The hosts that traces share.
+
+    Args:
+        pool: starts hosts.
+        reports: passes on what they report.
+        most: how many hosts a tenant has at most for blocks that only read, and for others.
+    """
+
+    def __init__(self, pool: HostPool, reports: ReportThread, most: int = MOST) -> None:
+        self._pool, self._reports, self._most = pool, reports, most
+        self._shared: dict[tuple[str, bool], list[BlockHost]] = {}
+
+    def of(self, tenant: str | None, account: Account) -> BlockHost:
+        """A host for a trace.
+
+        Args:
+            tenant: the trace's; `None` for a host of its own.
+            account: of its blocks.
+
+        Raises:
+            OSError: no host could be started.
+        """
+        if tenant is None or not account.computes:
+            return self._started(None)
+        kind = tenant, account.reads is not None
+        known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=kind[1])]
+        best = min(known, key=lambda host: len(host.traces), default=None)
+        if best is None or (len(best.traces) >= FULL and len(known) < self._most):
+            self._evict()
+            best = self._started(kind)
+            known.append(best)
+        self._shared[kind] = known
+        return best
+
+    def _started(self, kind: tuple[str, bool] | None) -> BlockHost:
+        host = BlockHost(self._pool.take(), kind)
+        self._reports.watch(host)
+        return host
+
+    def _evict(self) -> None:
+        """End the hosts that have been without a trace the longest, if there are many."""
+        for kind, hosts in list(self._shared.items()):
+            self._shared[kind] = [host for host in hosts if not host.retired]
+            if not self._shared[kind]:
+                del self._shared[kind]
+        idle = [host for hosts in self._shared.values() for host in hosts if not host.traces]
+        idle.sort(key=lambda host: host.idle_since)
+        for host in idle[: max(0, len(idle) - IDLE + 1)]:
+            if host.retire():
+                self._reports.close(host)
+
+
+def _is_open(host: BlockHost, *, reads: bool) -> bool:
+    """Whether a host takes more traces. One that a trace has joined whose blocks may write after all takes none."""
+    usable = host.failure is None and not host.retired and (host.reads is not None) == reads
+    return usable and host.process.alive()

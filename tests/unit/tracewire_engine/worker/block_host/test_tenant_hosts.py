@@ -1,0 +1,96 @@
+"""Which traces share a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.worker.block_host import tenant_hosts
+from tracewire_engine.worker.block_host.host import BlockHost, HostedTrace
+from tracewire_engine.worker.block_host.reading import Account
+from tracewire_engine.worker.block_host.tenant_hosts import FULL, TenantHosts
+
+READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, computes=True), Account()
+
+
+class Process:
+    dead = False
+
+    def alive(self) -> bool:
+        return not self.dead
+
+
+class Beside:
+    """In place of the pool and of the thread of reports."""
+
+    def __init__(self) -> None:
+        self.closed: list[BlockHost] = []
+
+    def take(self) -> Process:
+        return Process()
+
+    def watch(self, host: BlockHost) -> None:
+        pass
+
+    def close(self, host: BlockHost) -> None:
+        self.closed.append(host)
+
+
+def hosts(most: int = 2) -> tuple[TenantHosts, Beside]:
+    beside = Beside()
+    anything: Any = beside
+    return TenantHosts(anything, anything, most), beside
+
+
+def take(found: TenantHosts, tenant: str | None, account: Account, name: str) -> BlockHost:
+    host = found.of(tenant, account)
+    assert host.add(HostedTrace(name, host, 1))
+    return host
+
+
+def test_blocks_that_only_compute_share_a_host_with_their_kind_and_tenant() -> None:
+    found, _ = hosts()
+    taken = [
+        take(found, tenant, account, f"{tenant}{account}{number}")
+        for tenant in ("", "t")
+        for account in (READS, WRITES)
+        for number in range(3)
+    ]
+    assert len({id(host) for host in taken}) == 4
+    assert all(len(host.traces) == 3 for host in taken)
+    odd = [take(found, "t", ODD, "x"), take(found, "t", ODD, "y"), take(found, None, READS, "z")]
+    assert len({id(host) for host in (*odd, *taken)}) == 7
+    assert [host.kind for host in odd] == [None, None, None]
+
+
+def test_a_tenant_with_many_traces_has_more_hosts_up_to_a_limit() -> None:
+    found, _ = hosts(most=2)
+    taken = [take(found, "t", READS, str(number)) for number in range(4 * FULL)]
+    assert {len(host.traces) for host in taken} == {2 * FULL}
+
+
+def test_a_host_that_is_of_no_use_takes_no_trace() -> None:
+    found, _ = hosts()
+    lost = take(found, "t", READS, "1")
+    lost.failure = Failure(type="BlockHostLost", message="")
+    dead = take(found, "t", READS, "2")
+    process: Any = dead.process
+    process.dead = True
+    mixed = take(found, "t", READS, "3")
+    mixed.reads = None
+    assert len({id(one) for one in (lost, dead, mixed, take(found, "t", READS, "4"))}) == 4
+
+
+def test_of_the_hosts_without_traces_those_idle_longest_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_hosts, "IDLE", 3)
+    found, beside = hosts()
+    taken = [take(found, tenant, READS, tenant) for tenant in "abcde"]
+    for place, host in enumerate(taken[:4]):
+        host.drop(host.traces["abcd"[place]])
+        host.idle_since = float(place)
+    take(found, "f", READS, "f")
+    assert beside.closed == taken[:2]
+    assert take(found, "c", READS, "c2") is taken[2]
+    assert take(found, "a", READS, "a2") is not taken[0]
