@@ -31,6 +31,8 @@ from tracewire.admin.server import Server, ServerInfo
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
+from tracewire.library.entry import EntryOptions, LibraryEntry
+from tracewire.library.resource import Library
 from tracewire.traces.failures import (
     BusFilled,
     EditFailed,
@@ -119,6 +121,7 @@ from .errors import (
     EditPending,
     EditRejected,
     EngineTooOld,
+    EntryConflict,
     EventsLost,
     HarvestConflict,
     HarvestMissing,
@@ -126,6 +129,7 @@ from .errors import (
     InvalidChange,
     InvalidDataset,
     InvalidEdit,
+    InvalidEntry,
     InvalidKey,
     InvalidRequestError,
     InvalidUrl,
@@ -163,6 +167,7 @@ from .errors import (
     UnknownDeadLetter,
     UnknownEdit,
     UnknownEngine,
+    UnknownEntry,
     UnknownModel,
     UnknownModulePath,
     UnknownOption,
@@ -230,6 +235,8 @@ __all__ = [
     "EngineLost",
     "EngineTooOld",
     "Engines",
+    "EntryConflict",
+    "EntryOptions",
     "Event",
     "EventsLost",
     "Features",
@@ -248,6 +255,7 @@ __all__ = [
     "InvalidChange",
     "InvalidDataset",
     "InvalidEdit",
+    "InvalidEntry",
     "InvalidKey",
     "InvalidRequestError",
     "InvalidUrl",
@@ -255,6 +263,8 @@ __all__ = [
     "Item",
     "Lagging",
     "Lens",
+    "Library",
+    "LibraryEntry",
     "LibraryMissing",
     "Lifecycle",
     "ListedTrace",
@@ -334,6 +344,7 @@ __all__ = [
     "UnknownDeadLetter",
     "UnknownEdit",
     "UnknownEngine",
+    "UnknownEntry",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownOption",

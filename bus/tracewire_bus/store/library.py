@@ -25,7 +25,7 @@ from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
 from tracewire_bus.wire.digests import content_hash
-from tracewire_bus.wire.library import FORMAT, EntryArray, LibraryEntry
+from tracewire_bus.wire.library import FORMAT, EntryArray, EntryMessage
 from tracewire_bus.wire.pieces import Pieces
 from tracewire_bus.wire.refs import DTYPES, ArrayRef
 
@@ -106,7 +106,7 @@ class Stored(NamedTuple):
     version: int
     time: float
     upload: str
-    entry: LibraryEntry | None
+    entry: EntryMessage | None
     removed: float | None = None
     removed_by: str = ""
 
@@ -142,7 +142,7 @@ class Library:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def put(
-        self, space: str, entry: LibraryEntry, arrays: Mapping[str, Any], *, replacing: int | None = None
+        self, space: str, entry: EntryMessage, arrays: Mapping[str, Any], *, replacing: int | None = None
     ) -> int:
         """Put an entry with its arrays, as the next version of its name. Returns the version.
 
@@ -273,7 +273,7 @@ def _nbytes(array: EntryArray) -> int:
     return ArrayRef(array.dtype, tuple(array.shape), array.digest, "").nbytes
 
 
-_decode_entry = msgspec.msgpack.Decoder(LibraryEntry).decode
+_decode_entry = msgspec.msgpack.Decoder(EntryMessage).decode
 
 
 def _stored(space: str, field: bytes, about: bytes, data: bytes | None) -> Stored:

@@ -8,7 +8,7 @@ import msgspec
 
 from .digests import content_hash
 
-__all__ = ["FORMAT", "EntryArray", "LibraryEntry", "LibraryKind", "entry_digest"]
+__all__ = ["FORMAT", "EntryArray", "EntryMessage", "LibraryKind", "entry_digest"]
 
 #: The form of these structs. A reader of an older one refuses a newer one.
 FORMAT = 1
@@ -31,7 +31,7 @@ class EntryArray(msgspec.Struct, kw_only=True):
     digest: bytes
 
 
-class LibraryEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EntryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What an entry of the library says about its arrays.
 
     `arrays` are the arrays by name. The array of one location has a plain name (`vector`); where an entry has one for
@@ -54,7 +54,7 @@ class LibraryEntry(msgspec.Struct, kw_only=True, omit_defaults=True):
     by: str = ""
 
 
-def entry_digest(entry: LibraryEntry) -> str:
+def entry_digest(entry: EntryMessage) -> str:
     """A digest, in hexadecimal, of all that decides what an entry does: its kind, place, settings and arrays."""
     deciding = (entry.kind, entry.model, entry.at, entry.settings, sorted(entry.arrays.items()))
     encoded = msgspec.msgpack.encode(deciding, order="deterministic")

@@ -580,4 +580,5 @@ def _accepted(
         code=list(attempt.code),
         key="" if attempt.owner is None else attempt.owner.id,
         tenant="" if attempt.owner is None else attempt.owner.tenant,
+        library=submission.library,
     )

@@ -27,16 +27,16 @@ from tracewire_bus.store.library import (
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.guard import Malformed
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.library import FORMAT, LibraryEntry
+from tracewire_bus.wire.library import FORMAT, EntryMessage
 
 VECTOR = np.linspace(-1, 1, 64, dtype=np.float32)
 
 
-def entry(name: str = "calm", **arrays: Any) -> tuple[LibraryEntry, dict[str, Any]]:
+def entry(name: str = "calm", **arrays: Any) -> tuple[EntryMessage, dict[str, Any]]:
     """An entry, and its arrays."""
     given = arrays or {"vector": VECTOR}
     described_ = {key: described(value) for key, value in given.items()}
-    return LibraryEntry(name=name, kind="vector", model="tiny", at="residual(2)", arrays=described_, by="one"), given
+    return EntryMessage(name=name, kind="vector", model="tiny", at="residual(2)", arrays=described_, by="one"), given
 
 
 async def put(bus: Bus, name: str = "calm", space: str = "", **arrays: Any) -> int:

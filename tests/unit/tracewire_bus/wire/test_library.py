@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tracewire_bus.wire.library import EntryArray, LibraryEntry, entry_digest
+from tracewire_bus.wire.library import EntryArray, EntryMessage, entry_digest
 
 ARRAY = EntryArray(dtype="float32", shape=[4], digest=b"0" * 16)
-ENTRY = LibraryEntry(name="calm", kind="vector", arrays={"vector": ARRAY}, model="tiny", at="residual(2)")
+ENTRY = EntryMessage(name="calm", kind="vector", arrays={"vector": ARRAY}, model="tiny", at="residual(2)")
 
 
 @pytest.mark.parametrize(
