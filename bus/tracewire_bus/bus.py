@@ -35,6 +35,7 @@ from tracewire_bus.store.engine_registry import EngineRegistry
 from tracewire_bus.store.finished import Finished
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.store.leases import Leases
+from tracewire_bus.store.library import Library
 from tracewire_bus.store.lifecycle import Watch
 from tracewire_bus.store.memory import Memory
 from tracewire_bus.store.proofs import Proofs
@@ -335,6 +336,11 @@ class Bus:
         """The bulk stores, with saves of traces outside Redis."""
         return _open(self._bulk)
 
+    @property
+    def library(self) -> Library:
+        """The named vectors and autoencoders of all clients."""
+        return Library(self._connections, self.keys)
+
     # --- standing interventions ---------------------------------------------------------------------------------------
 
     @property
@@ -429,10 +435,7 @@ class Bus:
         """
         self.blobs.keep()
         return Writer(
-            self._connections,
-            self.keys,
-            self._options.retention_s,
-            self.queue.note_settled,
+            *(self._connections, self.keys, self._options.retention_s, self.queue.note_settled),
             patience_s=memory_patience_s,
             before=self.blobs.repeat,
         )
@@ -466,8 +469,6 @@ class Bus:
 
     def watch_group(self, group: str, consumer: str, since: str = "now", idle_s: float = 60.0) -> GroupWatch:
         """Follow the lifecycle events of all traces as one reader of a group that shares them: see `GroupWatch`.
-
-        The watch has a connection of its own. The caller closes it.
 
         Raises:
             ValueError: `since` is no position, a name is empty, or `idle_s` is not positive.

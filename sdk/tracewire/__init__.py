@@ -31,6 +31,8 @@ from tracewire.admin.server import Server, ServerInfo
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
+from tracewire.library.entry import EntryOptions, LibraryEntry
+from tracewire.library.resource import Library
 from tracewire.traces.failures import (
     BusFilled,
     EditFailed,
@@ -119,6 +121,7 @@ from .errors import (
     EditPending,
     EditRejected,
     EngineTooOld,
+    EntryConflict,
     EventsLost,
     HarvestConflict,
     HarvestMissing,
@@ -126,6 +129,7 @@ from .errors import (
     InvalidChange,
     InvalidDataset,
     InvalidEdit,
+    InvalidEntry,
     InvalidKey,
     InvalidRequestError,
     InvalidRules,
@@ -164,6 +168,7 @@ from .errors import (
     UnknownDeadLetter,
     UnknownEdit,
     UnknownEngine,
+    UnknownEntry,
     UnknownModel,
     UnknownModulePath,
     UnknownOption,
@@ -235,6 +240,8 @@ __all__ = [
     "EngineLost",
     "EngineTooOld",
     "Engines",
+    "EntryConflict",
+    "EntryOptions",
     "Event",
     "EventsLost",
     "Features",
@@ -254,6 +261,7 @@ __all__ = [
     "InvalidChange",
     "InvalidDataset",
     "InvalidEdit",
+    "InvalidEntry",
     "InvalidKey",
     "InvalidRequestError",
     "InvalidRules",
@@ -262,6 +270,8 @@ __all__ = [
     "Item",
     "Lagging",
     "Lens",
+    "Library",
+    "LibraryEntry",
     "LibraryMissing",
     "Lifecycle",
     "ListedTrace",
@@ -341,6 +351,7 @@ __all__ = [
     "UnknownDeadLetter",
     "UnknownEdit",
     "UnknownEngine",
+    "UnknownEntry",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownOption",

@@ -16,6 +16,7 @@ from tracewire.admin.server import Server
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention
+from tracewire.library.resource import Library
 from tracewire.traces.control import check_trace_id
 from tracewire.traces.event_reader import EventReader
 from tracewire.traces.model import Model, model_name
@@ -144,6 +145,7 @@ class Client(ControlMethods, Experiments):
         traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
+        library: vectors, probes and autoencoders by name: `put`, `get`, `load`, `list()`, `history`, `remove`.
         server: the Redis: `info()`.
 
     Raises:
@@ -178,6 +180,7 @@ class Client(ControlMethods, Experiments):
         self.traces = Traces(self._session)
         self.dead_letters = DeadLetters(self._session)
         self.watch_groups = WatchGroups(self._session)
+        self.library = Library(self._session)
         self.server = Server(self._session)
 
     # --- life ---------------------------------------------------------------------------------------------------------

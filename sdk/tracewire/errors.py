@@ -37,6 +37,7 @@ __all__ = [
     "EditPending",
     "EditRejected",
     "EngineTooOld",
+    "EntryConflict",
     "EventsLost",
     "HarvestConflict",
     "HarvestMissing",
@@ -44,6 +45,7 @@ __all__ = [
     "InvalidChange",
     "InvalidDataset",
     "InvalidEdit",
+    "InvalidEntry",
     "InvalidKey",
     "InvalidRequestError",
     "InvalidRules",
@@ -82,6 +84,7 @@ __all__ = [
     "UnknownDeadLetter",
     "UnknownEdit",
     "UnknownEngine",
+    "UnknownEntry",
     "UnknownModel",
     "UnknownModulePath",
     "UnknownOption",
@@ -310,6 +313,44 @@ class UnknownTrace(NotFoundError):
             f"no trace {trace_id!r}: it was never submitted here, or its events have expired (check the id, and that "
             "its submitter uses the same Redis and prefix)"
         )
+
+
+class UnknownEntry(NotFoundError):
+    """The library has no entry of this name or version, or the entry was removed. `name` is the name asked for."""
+
+    def __init__(self, name: str, why: str = "") -> None:
+        self.name = name
+        super().__init__(f"the library has no entry {name!r}{f': {why}' if why else ''} (`tracewire library list`)")
+
+
+class InvalidEntry(InvalidRequestError):
+    """An entry of the library cannot be put, or a name is none. `field` names the part at fault.
+
+    Attributes:
+        name: the entry's name.
+        field: the part at fault: `"arrays"`, `"kind"`, `"at"`, ...
+        message: what was observed, and what was expected.
+    """
+
+    def __init__(self, name: str, field: str, message: str) -> None:
+        self.name = name
+        self.field = field
+        self.message = message
+        super().__init__(f"entry {name!r}: {field}: {message}")
+
+
+class EntryConflict(ConflictError):
+    """The newest version of the entry is not the expected one, or the library has room for no more entries.
+
+    Attributes:
+        name: the entry's name.
+        version: the newest version; 0 if there is none.
+    """
+
+    def __init__(self, name: str, message: str, version: int) -> None:
+        self.name = name
+        self.version = version
+        super().__init__(f"entry {name!r} was not put: {message}")
 
 
 class UnknownDeadLetter(NotFoundError):

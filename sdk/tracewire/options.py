@@ -199,7 +199,7 @@ class WithOptions(TraceOptions, total=False):
     """The same as `max_tokens`."""
 
 
-def check_names(given: Iterable[str], kind: type[SamplingOptions], field: str = "") -> None:
+def check_names(given: Iterable[str], kind: type[Any], field: str = "") -> None:
     """Refuse keyword arguments that are not of this kind, with the nearest name that is.
 
     Raises:

@@ -43,6 +43,7 @@ CLASSES: dict[type, str] = {
     tracewire.Models: "",
     tracewire.Traces: "",
     tracewire.DeadLetters: "",
+    tracewire.Library: "",
     tracewire.Server: "",
     tracewire.Client: "",
 }
@@ -203,6 +204,7 @@ RESOURCES = """
         self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
+        self.library: Library = Library._of(self, self._async.library)
         self.server: Server = Server._of(self, self._async.server)
 """
 #: What a tracer has of its own, beside its `with`, and what a client's life is written by hand with.

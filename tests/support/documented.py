@@ -57,6 +57,7 @@ RUN_BY = {
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
     "tracewire redis": _CLI + "redis.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire library": _CLI + "library.py::test_from_a_file_to_a_trace",
     "tracewire keys": _CLI + "keyring.py::test_a_key_is_made_listed_rotated_and_revoked",
     "tracewire audit": _CLI + "audit.py::test_the_command",
     "tracewire gateway --keys keys.toml --signing-key": "tests/e2e/security/test_gateway.py::"
@@ -152,6 +153,7 @@ CODE_RUN_BY = {
     "docs/errors.md": (_ENGINE + "the_code_of_the_page_of_errors",),
     "docs/gateway.md": (_ENGINE + "the_code_of_the_gateway_s_page",),
     "docs/guards.md": ("tests/unit/tracewire/guards/test_guard.py::test_the_code_of_the_page_runs",),
+    "docs/library.md": ("tests/unit/tracewire/library/test_page.py::test_the_code_of_the_page_runs",),
     "docs/harvest.md": ("tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",),
     "docs/howto/bfloat16.md": (_HOWTO + "a_page_of_cells", _ENGINE + "bfloat16"),
     "docs/howto/fastapi.md": (_HOWTO + "the_service",),

@@ -39,6 +39,11 @@ _QUEUE: Final = ("entries", "taken", "state", "turns", "bell", "leases", "client
 _TRACE: Final = ("events", "trace", "blobs", "snapshot", "changes", "operations")
 _REGISTRY: Final = ("R engines", "R engine:*", "R bulk-store:*")
 
+#: The parts of a space of the library. Everybody reads the shared space, whose name is empty.
+_LIBRARY: Final = ("last", "newest", "entries", "about", "arrays")
+_SHARED: Final = tuple(f"R {{library}}:library:{part}::*" for part in _LIBRARY)
+_READ_LIBRARY: Final = (*(f"R {{library}}:library:{part}:OWN" for part in _LIBRARY), *_SHARED)
+
 
 class _Rights(NamedTuple):
     """A role's rights. A key is `R`, `W` or `RW`, and a pattern; `eval` says whether it may send scripts as text."""
@@ -50,7 +55,7 @@ class _Rights(NamedTuple):
 
 
 _FOLLOWED: Final = ("events", "trace", "blobs", "snapshot")
-_CONSUMER: Final = (*(f"R {{t*}}:{part}:OWN" for part in _FOLLOWED), "R {*}:edit-saves:*", *_REGISTRY)
+_CONSUMER: Final = (*(f"R {{t*}}:{part}:OWN" for part in _FOLLOWED), "R {*}:edit-saves:*", *_READ_LIBRARY, *_REGISTRY)
 _CONTROLLER: Final = _Rights(
     (
         *(f"RW {{t*}}:{part}:OWN" for part in _TRACE),
@@ -59,9 +64,11 @@ _CONTROLLER: Final = _Rights(
         *("RW {t*}:control:", "W {t*}:control:*"),
         *(f"RW {{*}}:queue:{part}" for part in _QUEUE),
         *("W {*}:queue:data", "RW {*}:submitted:OWN", "RW lease:*", "RW vector:*"),
-        *("R {*}:edit-saves:*", *_REGISTRY),
+        *(f"RW {{library}}:library:{part}:OWN" for part in _LIBRARY),
+        *("R {*}:edit-saves:*", *_SHARED, *_REGISTRY),
     ),
     (
+        *("library_put", "library_remove"),
         *("record_create", "record_forget", "record_steer", "record_cancel", "record_pause", "record_sweep"),
         *("queue_put", "queue_withdraw", "renew", "blob_begin", "expire_once"),
     ),
@@ -80,7 +87,7 @@ _RIGHTS: Final[dict[Role, _Rights]] = {
         ),
     ),
     "editor": _Rights(
-        ("RW {*}:edits:*", "R {*}:edit-saves:*", "R {t*}:blobs:*", "R engines", "R engine:*"),
+        ("RW {*}:edits:*", "R {*}:edit-saves:*", "R {t*}:blobs:*", *_READ_LIBRARY, "R engines", "R engine:*"),
         ("edit_install", "edit_remove", "edit_load"),
         _READS,
     ),

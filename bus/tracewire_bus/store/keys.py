@@ -143,6 +143,19 @@ class Keys(msgspec.Struct, frozen=True):
         """Hash of the chunks of an array that declared interventions of many traces refer to: see `vectors.py`."""
         return f"{self.prefix}:vector:{name}"
 
+    def library(self, part: str, space: str) -> str:
+        """A key of a space of the library: a tenant's, or the shared one (`""`). `part` is one of:
+
+        - `last`: hash from a name to the last version that it was given. `newest`: to the newest that is there.
+        - `entries`: hash from `NAME@VERSION` to the encoded entry.
+        - `about`: hash from `NAME@VERSION` to its time, its upload, its form, and its removal: see `library.py`.
+        """
+        return f"{self.prefix}:{{library}}:library:{part}:{space}:"
+
+    def library_arrays(self, space: str, upload: str) -> str:
+        """Hash of the chunks of the arrays of one version in the library, by `<array>:<number>`."""
+        return f"{self.library('arrays', space)}{upload}"
+
     def bulk_store(self, store: str) -> str:
         """Hash that says where a bulk store is: see `bulk/stores.py`."""
         return f"{self.prefix}:bulk-store:{store}"

@@ -344,7 +344,8 @@ class Submission(Message):
     With `token_strings` the engine sends a string with each token id: of prompts, outputs and logit lenses. `on_lag`
     says what the engine does while Redis takes the trace's events more slowly than it makes them (`Lagging`).
     `context` is the W3C trace context of the submitter's OpenTelemetry span: `traceparent`, and `tracestate` if there
-    is one. Engines ignore other fields of it.
+    is one. Engines ignore other fields of it. `library` has the version of each entry of the library that a field of
+    the interventions named, by that field. The field has the entry's array.
     """
 
     trace: str
@@ -364,6 +365,7 @@ class Submission(Message):
     shared: bytes = b"\x80"
     token_strings: bool = False
     on_lag: Literal["hold", "thin", "spill"] = "hold"
+    library: dict[str, str] = {}
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -500,7 +502,7 @@ class Accepted(Event, tag="accepted"):
     intervention that runs on the invoke. `code` is the hash of its block's code, `""` without a block.
 
     `key` is the id of the key that signed the submission, and `tenant` the key's tenant; both are `""` if the
-    submission was not signed.
+    submission was not signed. `library` is that of the submission: versions of the library's entries, by field.
     """
 
     type: ClassVar[Literal["accepted"]] = "accepted"
@@ -521,6 +523,7 @@ class Accepted(Event, tag="accepted"):
     code: list[str] = []
     key: str = ""
     tenant: str = ""
+    library: dict[str, str] = {}
 
 
 class ToolCallDelta(Message):

@@ -590,4 +590,5 @@ def _accepted(
         code=list(attempt.code),
         key="" if attempt.owner is None else attempt.owner.id,
         tenant=attempt.tenant,
+        library=submission.library,
     )

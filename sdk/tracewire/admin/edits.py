@@ -244,7 +244,9 @@ class Edits:
             raise InvalidEdit(name, "replacing", f"expected a version's number, or 0 for none, got {replacing!r}")
         limit = check_limit("timeout", timeout)
         if limit:
-            self._check_against(edit, await self._session.models.find(self.model))
+            model = await self._session.models.find(self.model)
+            edit = await self._with_arrays(edit, model)
+            self._check_against(edit, model)
         bus = self._session.open_bus()
         with bus_errors():
             before = next((one for one in (await bus.edits.load(self.model)).edits if one.name == name), None)
@@ -408,6 +410,14 @@ class Edits:
                     f"an edit has no live parameters (line {line} of {block.filename}): bind a variable, "
                     "and install the edit anew to change it",
                 )
+
+    async def _with_arrays(self, edit: EditMessage, model: ServedModel) -> EditMessage:
+        """An edit with arrays in place of names of the library."""
+        try:
+            found, _ = await self._session.library.resolve(edit.interventions, model)
+        except TraceRejected as error:
+            raise InvalidEdit(edit.name, error.field, error.message) from None
+        return msgspec.structs.replace(edit, interventions=found)
 
     def _check_against(self, edit: EditMessage, model: ServedModel) -> None:
         from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded

@@ -24,6 +24,8 @@ from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.checks import Duration
+from tracewire.library.entry import EntryOptions, LibraryEntry
+from tracewire.library.resource import Library as AsyncLibrary
 from tracewire.options import HarvestOptions, SweepOptions, TraceOptions, WithOptions
 from tracewire.patch_sweep import Metric, PatchSweep
 from tracewire.progress import HarvestProgress
@@ -52,6 +54,7 @@ __all__ = [
     "EditWatch",
     "Edits",
     "Engines",
+    "Library",
     "Listing",
     "Model",
     "Models",
@@ -791,6 +794,72 @@ class DeadLetters(Bridge[AsyncDeadLetters]):
         return self._portal.call(partial(self._async.drop, letter))
 
 
+class Library(Bridge[AsyncLibrary]):
+    """The library, as `Client.library` returns it. It caches no names: each call asks Redis.
+
+    A name is `"calm"`, the newest version, or `"calm@3"`. A tenant's names have the tenant before them: `"red:calm"`.
+    """
+
+    def put(self, name: str, arrays: Any, **options: Unpack[EntryOptions]) -> LibraryEntry:
+        """Put an entry, as the next version of its name. Redis keeps it until it is removed.
+
+            client.library.put("calm", direction, model="demo", at="residual(4)", licence="MIT")
+
+        `arrays` is one array, or a dict of one by layer: a vector `[hidden]`, a subspace's rows `[directions, hidden]`,
+        or a probe's weight `[hidden]` or `[outputs, hidden]`. A probe with a bias is a dict of `weight` and `bias`, an
+        autoencoder a dict of arrays by name. `EntryOptions` lists what an entry says.
+
+        Raises:
+            InvalidEntry: the name, an array or an option is wrong; `field` names it.
+            EntryConflict: the newest version is not `replacing`, or the library is full.
+            BusFull: Redis has no memory left.
+            BusUnavailable: Redis does not answer; the entry may have been put.
+        """
+        return self._portal.call(partial(self._async.put, name, arrays, **options))
+
+    def get(self, name: str) -> LibraryEntry:
+        """What an entry says.
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed.
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.get, name))
+
+    def load(self, name: str) -> dict[str, Any]:
+        """The arrays of an entry by name, NumPy's, as copies.
+
+        A vector's is called `vector`, a subspace's `basis`, a probe's `weight` and perhaps `bias`; for a layer of
+        several, `.` and the layer follow (`vector.12`).
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed, or Redis has lost its arrays.
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.load, name))
+
+    def list(self, tenant: str = "") -> Listing[LibraryEntry]:
+        """All versions that are there, by name and version: those of a `tenant`, then the shared ones."""
+        made: Listing[LibraryEntry] = Listing._of(self, self._portal.run(partial(self._async.list, tenant)))
+        return made
+
+    def history(self, name: str) -> Listing[LibraryEntry]:
+        """All versions of a name, the newest first, with the removed ones: those say when, and by which client."""
+        made: Listing[LibraryEntry] = Listing._of(self, self._portal.run(partial(self._async.history, name)))
+        return made
+
+    def remove(self, name: str) -> Sequence[str]:
+        """Remove one version, or with a name alone all of its versions. Returns the ids of those removed.
+
+        Running traces keep the arrays that they began with. Numbers of versions are never given again.
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed before.
+            BusUnavailable: Redis does not answer; some may have been removed.
+        """
+        return self._portal.call(partial(self._async.remove, name))
+
+
 class Server(Bridge[AsyncServer]):
     """The Redis of the bus. Available as `Client.server`."""
 
@@ -836,6 +905,7 @@ class Client(BlockingClient):
         traces: the traces of all clients that were submitted of late: `list()`.
         dead_letters: the dead-letter queue: `list()`, `get(id)`, `resubmit(id)`, `drop(id)`.
         watch_groups: the groups that share what `watch` yields: `list()`, `remove(group)`.
+        library: vectors, probes and autoencoders by name: `put`, `get`, `load`, `list()`, `history`, `remove`.
         server: the Redis: `info()`.
 
     Raises:
@@ -1156,6 +1226,7 @@ class Client(BlockingClient):
         self.traces: Traces = Traces._of(self, self._async.traces)
         self.dead_letters: DeadLetters = DeadLetters._of(self, self._async.dead_letters)
         self.watch_groups: WatchGroups = WatchGroups._of(self, self._async.watch_groups)
+        self.library: Library = Library._of(self, self._async.library)
         self.server: Server = Server._of(self, self._async.server)
 
 

@@ -35,6 +35,7 @@ from .guard import add_guard
 from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
 from .keyring import add_keys
+from .library import add_library
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
@@ -160,7 +161,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_up(commands, parents)
     for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
-    for add in (add_harvest, add_edits, add_dead, add_audit, add_doctor, add_gateway, add_acl):
+    for add in (add_harvest, add_edits, add_library, add_dead, add_audit, add_doctor, add_gateway, add_acl):
         add(commands, parents)
     add_guard(commands, parents)
     add_approve(commands, parents)

@@ -2,6 +2,7 @@
 
     --steer 'residual(4)@direction.npy*8'            add 8 times a vector to the residual stream after layer 4
     --steer 'residual(4)@direction.npy*alpha=0'      the factor is the live parameter alpha, which starts at 0
+    --steer 'residual(4)@calm@3*8'                   likewise, a vector of the library
     --probe 'projection=residual(4)@direction.npy'   save the projection on a vector, as `projection`
     --probe 'norms=residual(*),reduce=norm'          save the norm after each layer
     --lens 'lens=residual(*),top_k=3'                save the three likeliest tokens after each layer
@@ -16,9 +17,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+from tracewire.traces.library_names import parsed
 from tracewire_bus.wire.messages import DeclaredIntervention, Live, LogitLens, Positions, Probe, Reading, Steer
 
-from .vectors import load_vector
+from .vectors import is_file, load_vector
 
 __all__ = [
     "LENS",
@@ -34,8 +36,8 @@ __all__ = [
 ]
 
 #: The forms of the options, and an example of each.
-STEER = ("AT@FILE[*FACTOR]", "residual(4)@direction.npy*8")
-PROBE = ("[NAME=]AT[@FILE]", "projection=residual(4)@direction.npy")
+STEER = ("AT@VECTOR[*FACTOR]", "residual(4)@direction.npy*8")
+PROBE = ("[NAME=]AT[@VECTOR]", "projection=residual(4)@direction.npy")
 LENS = ("[NAME=]AT", "lens=residual(*),top_k=3")
 
 _POSITIONS = get_args(Positions)
@@ -68,7 +70,7 @@ def steer_spec(text: str) -> Spec:
     if not star:
         file, factor = rest, "1"
     vector = _vector(file)
-    if vector.ndim != 1:
+    if not isinstance(vector, str) and vector.ndim != 1:
         raise argparse.ArgumentTypeError(f"{file}: expected one vector, got an array of shape {list(vector.shape)}")
     try:
         return Spec(_option("steer", text), Steer(at=at, vector=vector, scale=float(factor), **more), {})
@@ -136,8 +138,11 @@ def _name_and_place(text: str) -> tuple[str, str]:
     return (name, at) if equals else ("", text)
 
 
-def _vector(file: str) -> Any:
+def _vector(file: str, *, named: bool = True) -> Any:
+    """The array of a file, or the name of an entry of the library."""
     try:
+        if named and parsed(file) is not None and not is_file(file):
+            return file
         return load_vector(file)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -155,7 +160,7 @@ def named_value(text: str) -> tuple[str, Any]:
             f"expected NAME=VALUE, as in alpha=8 or direction=@direction.npy; got {text!r}"
         )
     if value.startswith("@"):
-        return name, _vector(value[1:])
+        return name, _vector(value[1:], named=False)
     try:
         return name, json.loads(value)
     except ValueError:

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SUFFIXES", "load_vector"]
+__all__ = ["SUFFIXES", "is_file", "load_vector"]
 
 SUFFIXES = (".npy", ".safetensors", ".json")
+
+
+def is_file(text: str) -> bool:
+    """Whether `text` names a file, or an array in one, as `load_vector` takes it, whether the file is there or not."""
+    return Path(text).suffix in SUFFIXES or Path(text.rpartition(":")[0]).suffix in SUFFIXES or Path(text).exists()
 
 
 def load_vector(text: str) -> np.ndarray[Any, Any]:

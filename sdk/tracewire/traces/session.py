@@ -18,6 +18,7 @@ from tracewire_bus.transport.loops import Loop, current_loop
 from tracewire_bus.transport.tasks import PerTickLimiter
 
 from .background import BackgroundSubmissions, QueuedSubmission
+from .library_names import NamedArrays
 from .presence import Presence
 from .served_models import ServedModels
 
@@ -41,6 +42,7 @@ class Session:
         name: name of the client, which engines and other clients see.
         presence: its lease, and the deadlines of its traces. Made by `open`.
         models: the registry as it was last read.
+        library: the library's entries that interventions name.
         turns: spreads traces that are started at the same time over turns of the event loop, so that the client sends
             the first while it still makes the others.
     """
@@ -61,6 +63,7 @@ class Session:
         self.url = url
         self.name = name if name is not None else f"{socket.gethostname()}:{os.getpid()}"
         self.models = ServedModels(self.open_bus)
+        self.library = NamedArrays(self.open_bus)
         self.turns = PerTickLimiter(_TRACES_PER_TICK)
         self._make_bus = partial(Bus.open, url, prefix=prefix, patience_s=retry_timeout, read_interval_s=read_interval)
         self._proofs = proofs

@@ -30,6 +30,7 @@ from .ending import Ending
 from .event_reader import EventReader
 from .event_stream import EventStream
 from .large import offload_large_arrays
+from .library_names import space_of
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Item, Waiting
 from .state import Result, State
@@ -168,6 +169,8 @@ class Trace(EventStream[Item]):
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
         submission = await with_saved_arrays(submission)
+        declared, library = await self._session.library.resolve(submission.interventions, model, space_of(self.id))
+        submission = msgspec.structs.replace(submission, interventions=declared, library=library)
         arrays = ReferredArrays(submission, bus.vectors, model.engines)
         check_submission(msgspec.structs.replace(submission, interventions=arrays.interventions), model)
         with refusals(self.model, self.id):

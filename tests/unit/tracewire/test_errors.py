@@ -155,6 +155,11 @@ async def UnknownEdit(world: World) -> None:
 
 
 @raises
+async def UnknownEntry(world: World) -> None:
+    await world.client.library.get("nope")
+
+
+@raises
 async def UnknownWatchGroup(world: World) -> None:
     async with world.client.watch(group="dashboards") as watch:
         await world.client.watch_groups.remove("dashboards")
@@ -495,6 +500,16 @@ async def VersionConflict(world: World) -> None:
     async with world.client.trace("tiny", "hello", live={"alpha": 0.0}) as trace:
         await trace.steer(alpha=1.0)
         await trace.steer(alpha=2.0, if_version=0)
+
+
+@raises
+async def EntryConflict(world: World) -> None:
+    await world.client.library.put("calm", [1.0], replacing=3)
+
+
+@raises
+async def InvalidEntry(world: World) -> None:
+    await world.client.library.put("calm", [[1.0], [2.0]])
 
 
 @raises
