@@ -117,8 +117,7 @@ class Writer:
         self._task: OwnedTask | None = None
 
     async def __aenter__(self) -> Self:
-        self._loop = running_loop()
-        self._task = OwnedTask(self._run, "that writes events")
+        self._loop, self._task = running_loop(), OwnedTask(self._run, "that writes events")
         return self
 
     async def __aexit__(
@@ -139,11 +138,7 @@ class Writer:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for item in [
-                *self._stuck.clear(),
-                *self._deferred.clear(),
-                *self._queue,
-            ]:
+            for item in (*self._stuck.clear(), *self._deferred.clear(), *self._queue):
                 self._end(item, anyio.ClosedResourceError())
             self._queue.clear()
             await self.restorer.link.drop()
@@ -189,19 +184,17 @@ class Writer:
         id_ = event_id(attempt, seq, final=final)
         if len(data) > ENTRY_BYTES:
             raise EntryTooLarge(f"event {attempt}-{seq} takes {len(data)} bytes, an entry holds {ENTRY_BYTES}")
-        keys = self._keys
-        key = keys.events(trace)
+        key = self._keys.events(trace)
         with_effects = self._effects(trace, id_, attempt, seq, final, live_version, lifecycle)
-        settle = None if settles is None else settle_command(keys, *settles)
-        stream = self.restorer.stream(key, keys, trace)
+        settle = None if settles is None else settle_command(self._keys, *settles)
+        stream = self.restorer.stream(key, self._keys, trace)
         if attempt > stream.attempt:
             stream.attempt, stream.patient = attempt, True
         stream.over = False
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
         outcome, size = self._loop.create_future(), len(data) + OVERHEAD
         item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, size)
-        if final and self.signer is not None:
-            item.unsigned = trace
+        item.unsigned = trace if final and self.signer is not None else ""
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
@@ -258,8 +251,7 @@ class Writer:
 
     def hurry(self, trace: str) -> None:
         """Let events of a trace that is about to end fail with `BusFull` at once instead of waiting for memory."""
-        stream = self.restorer.streams.get(self._keys.events(trace))
-        if stream is not None:
+        if (stream := self.restorer.streams.get(self._keys.events(trace))) is not None:
             stream.patient = False
 
     def forget(self, trace: str) -> None:

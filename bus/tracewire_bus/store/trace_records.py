@@ -29,11 +29,11 @@ import msgspec
 
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.transport.errors import BusError
-from tracewire_bus.transport.guard import GREATEST, Guard, integer
+from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
-from tracewire_bus.wire.codec import decode_event, encode, schema_text
-from tracewire_bus.wire.ids import FINAL_ID, is_encodable
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.ids import is_encodable
 from tracewire_bus.wire.live_values import LiveValue, pack_live, unpack_live
 from tracewire_bus.wire.messages import Failure, Status, Submission, Waiting
 from tracewire_bus.wire.messages import Final as FinalEvent
@@ -42,6 +42,7 @@ from tracewire_bus.wire.packing import unpack
 from .keys import Keys
 from .proofs import Proofs, cancel_content, change_content, pause_content
 from .queue_entries import REMEMBER_S
+from .record_reads import RecordReads, TraceMissing, check_name, deadline_ms, text_of
 
 __all__ = [
     "LiveState",
@@ -107,10 +108,6 @@ class SteerRefused(BusError, ValueError):
         self.name = name
         self.declared = declared
         self.version = version
-
-
-class TraceMissing(BusError, LookupError):
-    """No trace of this id was submitted, or its record has expired."""
 
 
 class Overtaken(BusError):
@@ -181,34 +178,20 @@ class Opened(msgspec.Struct, frozen=True):
     live_proofs: dict[str, bytes] = {}
 
 
-class Records:
+class Records(RecordReads):
     """The records of all traces on one bus.
 
     `retention_s` is how long Redis keeps a trace after its end, in seconds, unless its record says another time.
     """
 
     def __init__(self, connections: Connections, keys: Keys, retention_s: float, proofs: Proofs | None = None) -> None:
-        self._connections = connections
-        self._keys = keys
+        super().__init__(connections, keys)
         self._proofs = proofs or Proofs()
         self._retention_s = max(1, round(retention_s))
-        self._guard: Guard = connections.guard
 
     def _base(self, tag: str) -> str:
         """The prefix of all keys of a hash tag."""
         return f"{self._keys.prefix}:{{{tag}}}:"
-
-    async def existing(self, traces: Sequence[str]) -> set[str]:
-        """Those of these traces that have a record or events, and have not expired.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        if not traces:
-            return set()
-        keys = ((self._keys.record(trace), self._keys.events(trace)) for trace in traces)
-        replies = await self._connections.commands(*(("EXISTS", *pair) for pair in keys))
-        return {trace for trace, reply in zip(traces, replies, strict=True) if reply}
 
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
@@ -271,7 +254,7 @@ class Records:
             )
         )
         if isinstance(reply, bytes):
-            raise _not_opened(_text(reply), trace, attempt)
+            raise _not_opened(text_of(reply), trace, attempt)
         return self._guard.demand(_opened, *reply, key=keys.record(trace))
 
     def claim_command(
@@ -301,34 +284,6 @@ class Records:
             pauses,
             *(part for pair in live.items() for part in pair),
         )
-
-    async def overtaken(self, engine: str, attempts: Sequence[tuple[str, int]]) -> list[bool]:
-        """For each trace and attempt that `engine` began, whether Redis refuses the attempt's events by now.
-
-        Redis refuses them once the trace has ended, or another engine or a later attempt has begun.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        if not attempts:
-            return []
-        replies = await self._connections.commands(
-            *(("HMGET", self._keys.record(trace), "a", "e") for trace, _ in attempts),
-            *(("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID) for trace, _ in attempts),
-            unbatched=True,
-        )
-        known, finals = replies[: len(attempts)], replies[len(attempts) :]
-
-        def is_overtaken(trace: str, attempt: int, number: bytes | None, by: bytes | None) -> bool:
-            if number is None:
-                return False
-            last = self._guard.read(integer, number, key=self._keys.record(trace), entry="a") or 0
-            return last > attempt or (last == attempt and _text(by or b"") != engine)
-
-        return [
-            bool(final) or is_overtaken(trace, attempt, number, by)
-            for (trace, attempt), (number, by), final in zip(attempts, known, finals, strict=True)
-        ]
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
         """Refuse further changes of a trace that is about to end. No effect if this is not the last attempt.
@@ -369,35 +324,6 @@ class Records:
         published = await self._connections.commands(*calls) if calls else []
         return sum(map(int, published))
 
-    async def _final_entry(self, trace: str) -> Any:
-        """A list with the entry of the trace's final event, empty if the trace has not ended."""
-        return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, unbatched=True)
-
-    async def ended(self, trace: str) -> bool:
-        """Whether the trace's final event is on its stream."""
-        return bool(await self._final_entry(trace))
-
-    async def failed_as(self, trace: str) -> str | None:
-        """The type of the error that a trace ended with; None if it ended otherwise, still runs, or is malformed."""
-        found = await self._final_entry(trace)
-        if not found:
-            return None
-        fields = dict(zip(found[0][1][::2], found[0][1][1::2], strict=True))
-        try:
-            event = decode_event(fields.get(b"d", b""))
-        except (ValueError, msgspec.MsgspecError):
-            return None
-        return event.error.type if isinstance(event, FinalEvent) and event.error is not None else None
-
-    async def left(self, trace: str) -> tuple[bool, float | None]:
-        """Whether the trace has a record, and the seconds until its deadline (None if it has no deadline)."""
-        (model, due), (seconds, micros) = await self._connections.commands(
-            ("HMGET", self._keys.record(trace), "m", "t"), ("TIME",)
-        )
-        now = int(seconds) + int(micros) / 1e6
-        at = None if due is None else self._guard.read(_due, due, key=self._keys.record(trace), entry="t")
-        return model is not None, None if at is None else at / 1000 - now
-
     # --- operations by clients ----------------------------------------------------------------------------------------
 
     async def live(self, trace: str) -> LiveState:
@@ -407,7 +333,7 @@ class Records:
             TraceMissing: there is no such trace.
             Malformed: the record cannot be read.
         """
-        _check_name(trace)
+        check_name(trace)
         flat = await self._connections.command("HGETALL", self._keys.record(trace))
         record: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"m" not in record:
@@ -433,7 +359,7 @@ class Records:
             TraceMissing: there is no such trace.
             BusUnavailable: Redis does not answer; the change may have been accepted.
         """
-        _check_name(trace)
+        check_name(trace)
         keys = self._keys
         author, packed = msgspec.msgpack.encode(by), pack_live({name: one.packed for name, one in values.items()})
         reply = await self._connections.command(
@@ -448,7 +374,7 @@ class Records:
                 *_flat(values),
             )
         )
-        match _text(reply[0]):
+        match text_of(reply[0]):
             case "accepted":
                 return int(reply[1])
             case "unknown":
@@ -461,7 +387,7 @@ class Records:
                     "version", f"the live parameters are at version {version}, not {if_version}", version=version
                 )
             case reason:
-                raise _steer_refusal(reason, [_text(one) for one in reply[1:]], values)
+                raise _steer_refusal(reason, [text_of(one) for one in reply[1:]], values)
 
     async def cancel(self, trace: str, *, by: str, reason: str, force: bool = False) -> tuple[str, str]:
         """End a trace as `cancelled`, or ask its engine to.
@@ -476,7 +402,7 @@ class Records:
             TraceEnded: the trace had ended before.
             TraceMissing: there is no such trace.
         """
-        _check_name(trace)
+        check_name(trace)
         keys = self._keys
         tag = keys.tag(trace)
         head, tail = _final("cancelled", cancellation(by, reason))
@@ -488,15 +414,15 @@ class Records:
                 self._proofs.order("cancel", trace, cancel_content(by, reason)),
             )
         )
-        match _text(reply[0]):
+        match text_of(reply[0]):
             case "unknown":
                 raise TraceMissing(f"no trace {trace!r}")
             case "ended":
                 raise TraceEnded(f"trace {trace} has ended")
             case "asked":
-                return _text(reply[1]), ""
+                return text_of(reply[1]), ""
             case _:
-                return "", _text(reply[1])
+                return "", text_of(reply[1])
 
     async def pause(
         self,
@@ -525,7 +451,7 @@ class Records:
             TraceEnded: the trace has ended or is about to end.
             TraceMissing: there is no such trace.
         """
-        _check_name(trace)
+        check_name(trace)
         keys = self._keys
         names = keys.record(trace), keys.events(trace), keys.operations(trace)
         action: Literal["pause", "resume"] = "resume" if resume else "pause"
@@ -538,31 +464,13 @@ class Records:
                 *("" if within_s is None else repr(within_s), then, of),
             )
         )
-        match _text(reply):
+        match text_of(reply):
             case "unknown":
                 raise TraceMissing(f"no trace {trace!r}")
             case "ended":
                 raise TraceEnded(f"trace {trace} has ended")
             case answer:
                 return answer == "asked"
-
-    async def holder(self, trace: str) -> tuple[str, str, int] | None:
-        """The model of a trace, the engine that has begun it or `""`, and its last attempt; None without a record.
-
-        Raises:
-            BusUnavailable: Redis does not answer.
-        """
-        _check_name(trace)
-        key = self._keys.record(trace)
-        model, engine, attempt = await self._connections.command("HMGET", key, "m", "e", "a")
-        if model is None:
-            return None
-        return _text(model), _text(engine or b""), self._guard.read(integer, attempt or 0, key=key, entry="a") or 0
-
-    async def submitter(self, trace: str) -> str:
-        """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
-        _check_name(trace)
-        return _text(await self._connections.command("HGET", self._keys.record(trace), "k") or b"")
 
     async def restore(
         self, trace: str, version: int, refused: Mapping[str, bytes], values: Mapping[str, tuple[bytes, bytes]]
@@ -599,7 +507,7 @@ class Records:
             )
         )
         return [
-            (_text(trace), _text(model))
+            (text_of(trace), text_of(model))
             for reply in replies
             for trace, model in zip(reply[::2], reply[1::2], strict=True)
         ]
@@ -662,35 +570,25 @@ def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened
     unpack_live(live)
     return Opened(
         attempt=integer(record[b"a"], 1),
-        left_s=None if due is None else (_due(due) - integer(now)) / 1000,
+        left_s=None if due is None else (deadline_ms(due) - integer(now)) / 1000,
         version=integer(record.get(b"v", 0)),
         live=live,
         changes=list(changes),
-        cancelled=None if cancelled is None else (_text(record.get(b"xb", b"")), _text(cancelled)),
-        paused=None if b"z" not in record else _text(record[b"z"]),
+        cancelled=None if cancelled is None else (text_of(record.get(b"xb", b"")), text_of(cancelled)),
+        paused=None if b"z" not in record else text_of(record[b"z"]),
         pauses=integer(record.get(b"zn", 0)),
-        pause_left_s=None if pause_due is None else (_due(pause_due) - integer(now)) / 1000,
+        pause_left_s=None if pause_due is None else (deadline_ms(pause_due) - integer(now)) / 1000,
         pause_within_s=None if b"zw" not in record else float(record[b"zw"]),
-        pause_then=_text(record.get(b"zo", b"")),
+        pause_then=text_of(record.get(b"zo", b"")),
         cancel_proof=record.get(b"xg", b""),
         pause_proof=record.get(b"zg", b""),
         live_proofs={name[2:].decode(): change for name, change in record.items() if name.startswith(b"g:")},
     )
 
 
-def _due(raw: bytes) -> int:
-    """A deadline, in milliseconds since the epoch."""
-    return integer(raw, -GREATEST)
-
-
 def _live_state(record: Mapping[bytes, bytes]) -> LiveState:
     values = {name: unpack(packed) for name, packed in _live(record).items()}
     return LiveState(integer(record.get(b"v", 0)), values)
-
-
-def _check_name(trace: str) -> None:
-    if not is_encodable(trace):
-        raise TraceMissing(f"no trace {trace!r}")
 
 
 def cancellation(by: str, reason: str) -> Failure:
@@ -714,9 +612,3 @@ def _flat(values: Mapping[str, LiveValue]) -> list[Any]:
 def _live(record: Mapping[bytes, bytes]) -> dict[str, bytes]:
     """The live parameters in a record, packed, by name."""
     return {field[2:].decode(): packed for field, packed in record.items() if field.startswith(b"l:")}
-
-
-def _text(data: bytes | str | int) -> str:
-    if isinstance(data, int):
-        return str(data)
-    return data if isinstance(data, str) else data.decode("utf-8", "replace")

@@ -264,11 +264,7 @@ class Intake:
         self._claims.runs[trace] = early
         try:
             try:
-                limits = self._settings.limits
-                mark, model = self._admissions.mark(admitted), self._info.model
-                opened = await self._bus.records.open(
-                    trace, self._info.engine, entry.attempt, limits, model=model, mark=mark
-                )
+                opened = await self._opened(trace, entry.attempt, admitted)
             except (Replayed, TraceElsewhere) as error:
                 failure = refused(str(error)).failure
                 self._control.audit.refused("submit", trace, failure.message, admitted.key)
@@ -308,6 +304,12 @@ class Intake:
             del self._claims.runs[trace]
             self._claims.entries.pop(trace, None)
             self._services.writer.forget(trace)
+
+    async def _opened(self, trace: str, attempt: int, admitted: Admitted) -> Opened:
+        """Claim the trace for this engine."""
+        mark, model = self._admissions.mark(admitted), self._info.model
+        limits = self._settings.limits
+        return await self._bus.records.open(trace, self._info.engine, attempt, limits, model=model, mark=mark)
 
     def _bounded(self, entry: Taken, opened: Opened) -> Opened:
         """The record with a deadline that is no later than the engine's limit allows."""

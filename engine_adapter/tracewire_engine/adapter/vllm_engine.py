@@ -246,6 +246,7 @@ class VllmEngine:
         sampling = resolved(params)
         result = block is not None and asks_result(invoke.block or submission.block)
         blocks = (block, edits) != (None, None)
+        tells_end = blocks and (bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions))
         extra = {
             BLOCK_ARG: block,
             RESULT_ARG: result or None,
@@ -254,11 +255,9 @@ class VllmEngine:
             EDITS_ARG: edits,
             SHARED_ARG: shared if block is not None else None,
             TRACE_ARG: (run, sum(map(_choices, submission.invokes)), tenant) if blocks else None,
+            END_ARG: tells_end or None,
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
-        stops = bool(params.stop) or any(isinstance(one, StopWhen) for one in submission.interventions)
-        if tells_end := stops and blocks:
-            extra_args[END_ARG] = True
         if extra_args:
             if submission.live != _NONE_LIVE:
                 extra_args[LIVE_ARG], extra_args[RUN_ARG] = submission.live, run
