@@ -10,8 +10,9 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
-__all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptors", "send_descriptors"]
+__all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptors", "send_descriptors", "wait_for"]
 
 _HEAD = struct.Struct("<I")
 
@@ -159,6 +160,35 @@ class HostChannel:
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._socket.close()
+
+
+def wait_for(channels: Sequence[HostChannel], timeout_s: float) -> list[HostChannel]:
+    """Wait until something has come over one of these channels, or a channel is closed. Flushes them meanwhile.
+
+    Returns:
+        The channels with something to take (`arrived`); none if `timeout_s` seconds have passed.
+    """
+    until = time.monotonic() + timeout_s
+    by_descriptor = {channel.fileno(): channel for channel in channels}
+    if -1 in by_descriptor:
+        return [by_descriptor[-1]]
+    while True:
+        poll = select.poll()
+        for descriptor, channel in by_descriptor.items():
+            poll.register(descriptor, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
+        found = []
+        for descriptor, events in poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            channel = by_descriptor[descriptor]
+            try:
+                if events & select.POLLOUT:
+                    channel.flush()
+            except ChannelClosed:
+                found.append(channel)
+            else:
+                if events & ~select.POLLOUT:
+                    found.append(channel)
+        if found or time.monotonic() >= until:
+            return found
 
 
 def send_descriptors(connection: socket.socket, message: bytes, descriptors: list[int]) -> None:

@@ -100,6 +100,8 @@ class BlockHost:
         self.begins = False
         #: The requests of the last step that it took part in.
         self.present: frozenset[str] = frozenset()
+        #: For how long the model has waited for it in the step, in seconds.
+        self.used_s = 0.0
         #: The location that was reached last, until the host has answered.
         self.shared: SharedRows | None = None
         #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
@@ -190,7 +192,7 @@ class BlockHost:
 
     def begin(self, spans: list[tuple[str, int, int]], rows: StepRows) -> None:
         """Begin a step with requests of its traces (see `Began`)."""
-        self.rows, self._passed = rows, 0
+        self.rows, self._passed, self.used_s = rows, 0, 0.0
         self.present = frozenset([name for name, _, _ in spans])
         self._events.append(Began(self.new, spans))
         self.new = []

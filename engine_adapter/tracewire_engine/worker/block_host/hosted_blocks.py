@@ -21,7 +21,7 @@ import torch
 from tracewire_bus.wire.messages import Block, Failure
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.link.host_channel import ChannelClosed, ChannelTimeout
+from tracewire_engine.link.host_channel import ChannelClosed, wait_for
 from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Request, Steered
 from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG, SHARED_ARG
 from tracewire_engine.protocol.messages import EditBlock
@@ -43,6 +43,9 @@ _WAITED = "within one step, while every request waited for it"
 
 #: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
 _IDLE_S = 120.0
+
+#: The share of a step's time that each host has, whatever the others take.
+_SHARE = 0.5
 
 _block = msgspec.msgpack.Decoder(Block)
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
@@ -337,7 +340,7 @@ class HostedBlocks:
                 host.reach(location, value, self._passed, by_request=by_request, copies=copies)
                 return
             except NoRoom:
-                left = self._left_s - (time.monotonic() - began)
+                left = self._left(host) - (time.monotonic() - began)
                 if left <= 0:
                     self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
                 else:
@@ -347,7 +350,8 @@ class HostedBlocks:
                 self._fail(
                     host, lost(f"{location} cannot be shared: {type(error).__name__}: {error}", len(host.traces))
                 )
-        self._left_s -= time.monotonic() - began
+        spent = time.monotonic() - began
+        self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
 
     def _send(self, host: BlockHost, *, waits: bool = False) -> bool:
         if waits:
@@ -363,32 +367,46 @@ class HostedBlocks:
 
     def _ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
         """Send these hosts what they have not been told, and wait for their replies."""
-        asked = [host for host in hosts if self._send(host, waits=True)]
+        waiting = [host for host in hosts if self._send(host, waits=True)]
         began = time.monotonic()
-        replies = []
-        for host in asked:
-            try:
-                reply = self._reply(host, began)
-                if host.reads is None:
-                    host.take(reply)
-                replies.append((host, reply))
-            except ChannelTimeout:
-                self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
-            except ChannelClosed:
-                self._fail(host, lost("", len(host.traces)))
-            except Exception as error:  # it costs the host, not the engine
-                self._fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
+        replies = {}
+        while waiting:
+            ready = wait_for([host.calls for host in waiting], min(map(self._left, waiting)) - time.monotonic() + began)
+            passed = time.monotonic() - began
+            for host in list(waiting):
+                try:
+                    reply = self._reply(host) if host.calls in ready else None
+                except ChannelClosed:
+                    self._fail(host, lost("", len(host.traces)))
+                except Exception as error:  # it costs the host, not the engine
+                    self._fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
+                else:
+                    if reply is not None:
+                        replies[host] = reply
+                    elif passed >= self._left(host):
+                        self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
+                    else:
+                        continue
+                waiting.remove(host)
+                host.used_s += passed
         self._left_s -= time.monotonic() - began
-        return replies
+        return [(host, replies[host]) for host in hosts if host in replies and host.failure is None]
 
-    def _reply(self, host: BlockHost, began: float) -> Reply:
-        while True:
-            left = self._left_s - (time.monotonic() - began)
-            said = _said.decode(host.calls.receive(max(left, 0.001)))
+    def _left(self, host: BlockHost) -> float:
+        """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
+        return max(self._left_s, _SHARE * self._step_s - host.used_s)
+
+    def _reply(self, host: BlockHost) -> Reply | None:
+        """Take what a host has said. Returns its reply, if it has come."""
+        for message in host.calls.arrived():
+            said = _said.decode(message)
             if isinstance(said, Reply):
                 host.took(host.turns, 0)
+                if host.reads is None:
+                    host.take(said)
                 return said
             host.calls.send(_encode(self.answers.answer(host.process, said)))
+        return None
 
     def _fail(self, host: BlockHost, failure: Failure) -> None:
         """End a host that is gone, or of no use any more."""

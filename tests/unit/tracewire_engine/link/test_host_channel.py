@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from tracewire_engine.link.host_channel import (
     HostChannel,
     receive_descriptors,
     send_descriptors,
+    wait_for,
 )
 
 
@@ -77,3 +79,35 @@ def test_descriptors_travel() -> None:
     assert receive_descriptors(other) == (b"", [])
     for descriptor in (read, write, theirs):
         os.close(descriptor)
+
+
+def test_of_several_channels_those_are_found_over_which_something_has_come() -> None:
+    pairs = [socket.socketpair() for _ in range(3)]
+    ours, theirs = ([HostChannel(pair[end]) for pair in pairs] for end in (0, 1))
+    assert wait_for(ours, 0.0) == []
+    theirs[1].send(b"said")
+    assert wait_for(ours, 30.0) == [ours[1]]
+    assert ours[1].arrived() == [b"said"]
+    theirs[2].close()
+    assert wait_for(ours, 30.0) == [ours[2]]
+    ours[0].close()
+    assert wait_for(ours[:2], 30.0) == [ours[0]]
+
+
+def test_what_waits_to_be_sent_is_sent_while_others_are_waited_for() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    (large, quiet), (reader, speaker) = ([HostChannel(pair[end]) for pair in pairs] for end in (0, 1))
+    message = b"x" * (32 << 20)
+    large.send(message)
+    assert large.unsent
+    taken: list[bytes] = []
+
+    def read() -> None:
+        taken.append(reader.receive(30))
+        speaker.send(b"now")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert wait_for([large, quiet], 30.0) == [quiet]
+    thread.join(30)
+    assert taken == [message]

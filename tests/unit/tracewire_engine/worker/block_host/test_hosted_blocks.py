@@ -34,6 +34,14 @@ for step in tracer.iter[:]:
 """
 
 
+LATER = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    last = model.model.layers[2].output[0]
+    last[:] = 1
+    hidden.append(last.clone())
+"""
+
 EXIT = "__import__('os')._exit(3)"
 
 #: Python can interrupt this one.
@@ -155,14 +163,15 @@ def test_a_block_calls_modules_and_reads_their_weights(served: HostedModel) -> N
 
 def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
     impatient = HostedModel(step_s=4.0, pool=served.pool)
-    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "reads": READS})
+    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "reads": READS, "later": LATER})
     for name in ("loops", "stuck"):
         finish = found[name].finish
         assert finish is not None
         assert finish.error is not None
         assert finish.error.type == "BlockTimeout"
         assert finish.error.line == (4 if name == "loops" else None)
-    assert len(found["reads"].saves["hidden"]) == 3
+    # They have used up the time of the step in which "later" is waited for.
+    assert [len(found[name].saves["hidden"]) for name in ("reads", "later")] == [3, 3]
 
 
 def test_a_killed_host_is_noticed_in_the_midst_of_a_step(served: HostedModel) -> None:
