@@ -170,10 +170,10 @@ class HostedModel:
         self.reports.do(settled.set)
         assert settled.wait(timeout_s)
 
-    def wait_for_step(self, name: str, timeout_s: float = 60.0) -> None:
-        """Wait until a step of this request has been reported."""
+    def wait_for_step(self, name: str, timeout_s: float = 60.0, *, steps: int = 1) -> None:
+        """Wait until so many steps of this request have been reported."""
         until = time.monotonic() + timeout_s
-        while not self.outcomes[name].steps:
+        while len(self.outcomes[name].steps) < steps:
             self._take(until)
 
     def _take(self, until: float) -> None:

@@ -31,6 +31,9 @@ from .value_kinds import VALUE_KINDS
 
 __all__ = ["KINDS", "mode_options", "summary"]
 
+#: How long a step waits for the blocks of hosts, in milliseconds: less than what counts as a stall.
+BLOCK_STEP_MS = 200
+
 #: All kinds by name, in the order in which they are tried.
 KINDS: dict[str, Kind] = unique([*VALUE_KINDS, *TIME_KINDS, *SAVE_KINDS, *STATE_KINDS, *PROCESS_KINDS])
 
@@ -42,7 +45,7 @@ def mode_options(mode: str) -> tuple[str, ...]:
         LookupError: this engine has no such mode.
     """
     if offers_modes():
-        return ("--blocks", mode)
+        return ("--blocks", mode, *(("--block-step-ms", str(BLOCK_STEP_MS)) if mode == "host" else ()))
     if mode != "inline":
         raise LookupError(f"this engine has no option --blocks, so its blocks cannot run in mode {mode!r}")
     return ()
