@@ -41,8 +41,8 @@ _reports = msgspec.msgpack.Decoder(HostReport)
 #: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
 
-#: How long a host that traces share is kept without any, in seconds.
-IDLE_S = 60.0
+#: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
+IDLE_S, IDLE = 60.0, 8
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
@@ -85,10 +85,6 @@ class ReportThread:
         """Give up a trace when all ends of its requests are reported: the worker sees no more of them."""
         self.do(lambda: self._close_if_over(trace))
 
-    def close(self, host: BlockHost) -> None:
-        """End a host that was retired."""
-        self.do(lambda: self._close(host))
-
     def send_later(self, host: BlockHost, send: Callable[[], None]) -> None:
         """Send a host's turn as soon as its rows are on the host (`BlockHost.send`)."""
         with self.returned:
@@ -123,12 +119,16 @@ class ReportThread:
                     logger.exception("a report of a host of blocks could not be passed on")
 
     def _look(self) -> None:
-        """End hosts that are too slow, and those that have had no trace for long."""
-        for host in list(self._hosts.values()):
-            if self._patience_s and host.failure is None and host.owes(self._patience_s):
+        """End hosts that are too slow, and those that have been without a trace for long, or the longest."""
+        hosts = list(self._hosts.values())
+        for host in hosts if self._patience_s else ():
+            if host.failure is None and host.owes(self._patience_s):
                 host.fail(too_slow(self._patience_s, "within one step", len(host.traces)))
                 self._lose(host)
-            elif not host.traces and time.monotonic() - host.idle_since > IDLE_S and host.retire():
+        idle = [host for host in hosts if not host.traces]
+        idle.sort(key=lambda host: host.idle_since, reverse=True)
+        for place, host in enumerate(idle):
+            if (place >= IDLE or time.monotonic() - host.idle_since > IDLE_S) and host.retire():
                 self._close(host)
 
     def _work(self) -> None:

@@ -20,9 +20,6 @@ __all__ = ["TenantHosts"]
 FULL = 8
 MOST = max(1, min(8, (os.cpu_count() or 1) // 2))
 
-#: How many hosts without a trace are kept.
-IDLE = 8
-
 
 class TenantHosts:
     """The hosts that traces share.
@@ -53,7 +50,7 @@ class TenantHosts:
         known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=kind[1])]
         best = min(known, key=lambda host: len(host.traces), default=None)
         if best is None or (len(best.traces) >= FULL and len(known) < self._most):
-            self._evict()
+            self._forget_retired()
             best = self._started(kind)
             known.append(best)
         self._shared[kind] = known
@@ -64,17 +61,11 @@ class TenantHosts:
         self._reports.watch(host)
         return host
 
-    def _evict(self) -> None:
-        """End the hosts that have been without a trace the longest, if there are many."""
+    def _forget_retired(self) -> None:
         for kind, hosts in list(self._shared.items()):
             self._shared[kind] = [host for host in hosts if not host.retired]
             if not self._shared[kind]:
                 del self._shared[kind]
-        idle = [host for hosts in self._shared.values() for host in hosts if not host.traces]
-        idle.sort(key=lambda host: host.idle_since)
-        for host in idle[: max(0, len(idle) - IDLE + 1)]:
-            if host.retire():
-                self._reports.close(host)
 
 
 def _is_open(host: BlockHost, *, reads: bool) -> bool:

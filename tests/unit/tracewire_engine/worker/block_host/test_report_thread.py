@@ -168,8 +168,11 @@ def test_a_shared_host_stays_when_its_traces_are_over_and_a_trace_s_own_does_not
         assert host.closed == (kind is None)
 
 
-def test_a_host_without_traces_is_ended_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_thread, "IDLE_S", 0.0)
+@pytest.mark.parametrize("limit", ["IDLE", "IDLE_S"])
+def test_hosts_without_traces_are_ended_if_there_are_many_or_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(report_thread, limit, 0)
     thread, known, host, sent = watched()
     known.kind = "", True
     known.traces["t"].complete = True

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.worker.block_host import tenant_hosts
 from tracewire_engine.worker.block_host.host import BlockHost, HostedTrace
 from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.tenant_hosts import FULL, TenantHosts
@@ -25,17 +22,11 @@ class Process:
 class Beside:
     """In place of the pool and of the thread of reports."""
 
-    def __init__(self) -> None:
-        self.closed: list[BlockHost] = []
-
     def take(self) -> Process:
         return Process()
 
     def watch(self, host: BlockHost) -> None:
         pass
-
-    def close(self, host: BlockHost) -> None:
-        self.closed.append(host)
 
 
 def hosts(most: int = 2) -> tuple[TenantHosts, Beside]:
@@ -83,14 +74,13 @@ def test_a_host_that_is_of_no_use_takes_no_trace() -> None:
     assert len({id(one) for one in (lost, dead, mixed, take(found, "t", READS, "4"))}) == 4
 
 
-def test_of_the_hosts_without_traces_those_idle_longest_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenant_hosts, "IDLE", 3)
-    found, beside = hosts()
-    taken = [take(found, tenant, READS, tenant) for tenant in "abcde"]
-    for place, host in enumerate(taken[:4]):
-        host.drop(host.traces["abcd"[place]])
-        host.idle_since = float(place)
-    take(found, "f", READS, "f")
-    assert beside.closed == taken[:2]
-    assert take(found, "c", READS, "c2") is taken[2]
-    assert take(found, "a", READS, "a2") is not taken[0]
+def test_a_host_that_is_retired_is_forgotten() -> None:
+    found, _ = hosts()
+    first = take(found, "t", READS, "1")
+    first.drop(first.traces["1"])
+    assert take(found, "t", READS, "2") is first
+    first.drop(first.traces["2"])
+    assert first.retire()
+    assert take(found, "u", READS, "3") is not first
+    assert take(found, "t", READS, "4") is not first
+    assert first not in [host for known in found._shared.values() for host in known]
