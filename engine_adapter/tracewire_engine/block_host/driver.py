@@ -13,6 +13,7 @@ from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.source import NO_SKIP
 from nnsight.tracing.tracer import inc
 
+from tracewire_engine.link.described_objects import made
 from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import (
@@ -278,6 +279,8 @@ _ERRORS: dict[str, type[Exception]] = {
 def _other(given: Any) -> Any:
     if given is None:
         return NO_SKIP
+    if type(given[0]) is str:
+        return made(given)
     return _Opaque(int(given[0]), str(given[1]))
 
 

@@ -66,10 +66,14 @@ class HostedModel(TracedModel):
 
     def __init__(self, module: torch.nn.Module, interleaver: HostInterleaver, settings: HostSettings) -> None:
         self.vllm_entrypoint = None
-        self.tokenizer = None
         Envoy.__init__(self, module, interleaver=interleaver, envoys=HostedEnvoy)
         self.__dict__["_tracewire_layers"] = settings.layers
         self.__dict__["_tracewire_sums"] = settings.sums
+
+    @property
+    def tokenizer(self) -> Any:
+        """The worker's tokenizer, as a copy."""
+        return self._module.tokenizer
 
     __call__ = HostedEnvoy.__call__
     source = HostedEnvoy.source

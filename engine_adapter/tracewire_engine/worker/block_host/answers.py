@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tracewire_engine.link.described_objects import described
 from tracewire_engine.link.shared_rows import pack_value, unpack_value
 from tracewire_engine.protocol.block_host import Answer, Request, Shape, Shared
 
@@ -42,6 +43,8 @@ class ModelAnswers:
                 return Answer(self._given(host, self._input(request.attribute)))
             path = request.path.removeprefix("model").removeprefix(".")
             envoy = self._model.get(path) if path else self._model
+            if request.attribute == "tokenizer" and not path:
+                return Answer(self._given(host, self._model.tokenizer))
             if request.attribute:
                 return Answer(self._given(host, getattr(envoy._module, request.attribute)))
             assert request.value is not None
@@ -78,8 +81,4 @@ class ModelAnswers:
             memory.write(tensor.detach(), start)
             return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
-        return pack_value(value, write, _refuse)
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} cannot be given to a block in a process of its own (--blocks host)")
+        return pack_value(value, write, described)

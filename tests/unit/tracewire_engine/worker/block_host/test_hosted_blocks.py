@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
+from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
 
@@ -66,6 +68,7 @@ while True:
 
 BOMB = """
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 kept = []
 for step in tracer.iter[:]:
     h = model.model.layers[1].output[0]
@@ -278,3 +281,19 @@ def test_samples_that_are_no_token_ids_do_not_reach_the_model(served: HostedMode
     assert finish is not None
     assert finish.error is not None
     assert (finish.error.type, finish.error.line) == ("NotInVocabulary", 1)
+
+
+def test_a_block_has_the_model_s_configuration_and_tokenizer(served: HostedModel) -> None:
+    own = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo_model" / "model")
+    served.module.config = LlamaConfig(hidden_size=64)
+    served.envoy.__dict__["tokenizer"] = own
+    source = """
+model.model.layers[0].output
+ids = model.tokenizer.encode("import os").save()
+text = model.tokenizer.decode(ids).save()
+size = model.config.hidden_size.save()
+"""
+    found = served.run({"asks": source}, steps=1)["asks"]
+    assert found.finish is not None
+    assert found.finish.error is None
+    assert found.saves == {"ids": own.encode("import os"), "text": "import os", "size": 64}
