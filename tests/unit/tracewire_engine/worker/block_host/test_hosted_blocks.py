@@ -68,7 +68,6 @@ while True:
 
 BOMB = """
 import torch
-from transformers import AutoTokenizer, LlamaConfig
 kept = []
 for step in tracer.iter[:]:
     h = model.model.layers[1].output[0]
