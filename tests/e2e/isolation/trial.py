@@ -28,11 +28,17 @@ PAUSE_S = 0.25
 #: How long a batch may take before the engine counts as hung, and by how much memory may have grown, in bytes.
 _PATIENCE_S, _GROWN = 45.0, 400 << 20
 
-#: Reads what a block can leave behind in its process.
+#: Reads what a block can leave behind in its process. A host refuses some of that.
 _STATE = """import gc, logging, os, signal, sys, threading, warnings
 import torch
 import decimal, locale, numpy, random
+import resource
 model.model.layers[0].output
+def read(what):
+    try:
+        return what()
+    except OSError as error:
+        return type(error).__name__
 umask = os.umask(0o22)
 os.umask(umask)
 state = {
@@ -71,9 +77,9 @@ state = {
     "import path": len(sys.path) + len(sys.meta_path),
     "modules": all(name in sys.modules for name in ("torch", "nnsight", "tracewire_engine", "os")),
     "python threads": sum(thread.is_alive() for thread in threading.enumerate()),
-    "limits": list(__import__("resource").getrlimit(__import__("resource").RLIMIT_NOFILE)),
-    "nice": os.nice(0),
-    "descriptors": len(os.listdir("/proc/self/fd")) // 20,
+    "limits": read(lambda: list(resource.getrlimit(resource.RLIMIT_NOFILE))),
+    "nice": read(lambda: os.nice(0)),
+    "descriptors": read(lambda: len(os.listdir("/proc/self/fd")) // 20),
 }.save()
 """
 
