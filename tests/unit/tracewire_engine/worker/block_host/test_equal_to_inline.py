@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from nnsight.tracing.tracer import inc
 
+from tests.e2e.isolation.generated import generate
 from tests.support.hosted_model import HostedModel, Model, Outcome, settings_of
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.block_host.session import Session
@@ -56,8 +57,8 @@ BLOCKS = {
 class InlineModel(HostedModel):
     """The same model, all of whose blocks run in this process, in one batch, as in a worker."""
 
-    def __init__(self) -> None:
-        self.module = Model(3)
+    def __init__(self, layers: int = 3) -> None:
+        self.module = Model(layers)
         self.outcomes = {}
         settings = settings_of(self.module)
         self._new: list[Arrived] = []
@@ -146,3 +147,24 @@ def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
         assert (name, ended(found[name])) == (name, ended(inline[name]))
         assert (name, plain(found[name].saves)) == (name, plain(inline[name].saves))
     assert sum(one.finish is not None and one.finish.error is not None for one in found.values()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(1, 64), pytest.param(1001, 2000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
+def test_generated_blocks_come_to_the_same(first: int, count: int) -> None:
+    """In batches of eight, which share hosts. A block that names a module that this model lacks fails in both."""
+    inc()
+    save_marks.install()
+    hosted = HostedModel(layers=8)
+    inline = InlineModel(8)
+    for batch in range(first, first + count, 8):
+        blocks = {f"seed{seed}": generate(seed, []).source for seed in range(batch, batch + 8)}
+        expected, drawn = run(inline, blocks)
+        found, sampled = run(hosted, blocks)
+        assert sampled == drawn, batch
+        for name in blocks:
+            assert (name, ended(found[name])) == (name, ended(expected[name]))
+            assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
+    assert not len(hosted.hosts)
+    hosted.close()
