@@ -366,7 +366,7 @@ class TraceRun:
             blocks = edits.blocks if edits else None
             prepared.append(
                 await self._engine.prepare(
-                    self._submission, index, block, declared, run, blocks, shared, self._attempt.sharing
+                    self._submission, index, block, declared, run, blocks, shared=shared, tenant=self._attempt.sharing
                 )
             )
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):

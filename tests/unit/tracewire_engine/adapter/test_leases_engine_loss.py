@@ -77,9 +77,9 @@ class _Sharing(ScriptedEngine):
         super().__init__(partial(anyio.sleep, 0))
         self.tenants: list[str | None] = []
 
-    async def prepare(self, *given: Any) -> Prepared:
-        self.tenants.append(given[-1])
-        return await super().prepare(*given)
+    async def prepare(self, *given: Any, tenant: str | None = "", **more: Any) -> Prepared:
+        self.tenants.append(tenant)
+        return await super().prepare(*given, **more)
 
     async def start(self, request: str, prepared: Prepared, priority: int) -> Any:
         outputs = await super().start(request, prepared, priority)
