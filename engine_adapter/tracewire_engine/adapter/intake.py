@@ -376,6 +376,7 @@ class Intake:
         run.pause.number = opened.pauses
         if opened.paused is not None:
             run.pause.request(opened.paused, within_s=opened.pause_left_s, then=opened.pause_then)
+            self._control.note_pause(run, opened.pause_proof, opened.pauses)
         return run
 
     def _deadline_failure(self, submission: Submission) -> Failure:

@@ -301,6 +301,36 @@ async def test_a_replayed_or_moved_change_is_refused(keys: Identities, bus: Bus)
 
 
 @with_engine
+async def test_a_replayed_pause_is_refused(keys: Identities, bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads the order's signature in the trace's record, and calls the script with it."""
+    async with keys.client(bus, "alice") as alice:
+        trace = await running(alice)
+        await alice.pause(trace.id)
+        stream = bus.keys.control(bus.keys.tag(trace.id), ENGINE)
+        author, proof = await bus.command("HMGET", bus.keys.record(trace.id), "z", "zg")
+        await alice.resume(trace.id)
+        for number in (3, 4):
+            order = ("k", "pause", "t", trace.id, "b", author, "n", number, "g", proof)
+            await bus.command("XADD", stream, "*", *order)
+        await alice.steer(trace.id, alpha=2.0)
+        seen = []
+        async for event in alice.subscribe(trace.id, since="start"):
+            seen.append(event.type)
+            if event.type == "steered":
+                break
+        assert [one for one in seen if one in ("paused", "resumed")] == ["paused", "resumed"]
+        assert sum("the order of key 'alice' was replayed" in line for line in caplog.messages) == 2
+        # Its owner pauses it again.
+        await alice.pause(trace.id)
+        pauses = 0
+        async for event in alice.subscribe(trace.id, since="start"):
+            pauses += event.type == "paused"
+            if pauses == 2:
+                break
+        await alice.cancel(trace.id)
+
+
+@with_engine
 async def test_an_engine_is_not_drained_by_a_tenant(keys: Identities, bus: Bus) -> None:
     async with keys.client(bus) as nobody, keys.client(bus, "alice") as alice, keys.client(bus, "olga") as olga:
         await nobody.engines.drain(ENGINE)

@@ -42,7 +42,7 @@ def escape(model, tracer, live, port, path):
     for attempt in (
         lambda: socket.create_connection(("127.0.0.1", port), timeout=5),
         lambda: pathlib.Path(path).write_text("x"),
-        lambda: os.kill(1, 0) or [pid for pid in os.listdir("/proc") if pid.isdigit()],
+        lambda: [pid for pid in os.listdir("/proc") if pid.isdigit()],
     ):
         try:
             found.append(repr(attempt()))
