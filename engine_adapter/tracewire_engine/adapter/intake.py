@@ -307,8 +307,7 @@ class Intake:
 
     async def _opened(self, trace: str, attempt: int, admitted: Admitted) -> Opened:
         """Claim the trace for this engine."""
-        mark, model = self._admissions.mark(admitted), self._info.model
-        limits = self._settings.limits
+        mark, model, limits = self._admissions.mark(admitted), self._info.model, self._settings.limits
         return await self._bus.records.open(trace, self._info.engine, attempt, limits, model=model, mark=mark)
 
     def _bounded(self, entry: Taken, opened: Opened) -> Opened:
