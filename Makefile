@@ -20,7 +20,7 @@ SPREAD := -n $(WORKERS) --dist loadgroup
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help setup demo test test-full test-engineless test-versions lint format bench faults mutants docs docs-serve wheel locks clean distclean
+.PHONY: help setup demo test test-full test-engineless test-versions lint audit format bench faults mutants docs docs-serve wheel locks clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -71,6 +71,11 @@ lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contrac
 	@echo "lint: luacheck"; $(BIN)/python -m tests.support.luacheck
 	@echo "lint: types of the examples"; $(BIN)/python -m tests.support.typecheck
 	@echo "lint: clean"
+
+audit: $(READY)  ## known vulnerabilities of what locks/ pins, and bandit; needs PyPI's vulnerability data
+	@test -x .audit/bin/pip-audit || { $(BIN)/python -m venv .audit && .audit/bin/pip -qq install pip-audit==2.10.1 bandit==1.9.4; }
+	@echo "audit: bandit"; .audit/bin/bandit -q -c pyproject.toml -r bus sdk engine_adapter
+	@echo "audit: pip-audit"; .audit/bin/pip-audit --strict --no-deps --disable-pip -r locks/cpu.txt
 
 format: $(READY)  ## let ruff format and mend what it can
 	@$(BIN)/ruff check -q --fix-only .

@@ -6,7 +6,8 @@
 #   deploy/one_machine.sh trace    asks the gateway for a completion with a probe, as a client outside the containers
 #   deploy/one_machine.sh down     stops all of it; Redis keeps its data on a volume
 #
-# The first `up` makes the users' passwords and the gateway's key, in deploy/secrets.
+# The first `up` makes the users' passwords, the gateway's key, and the certificate of Redis, in deploy/secrets. A later one
+# makes a certificate that ends soon anew: then restart Redis.
 #
 # CONTAINERS   docker (the default) or podman
 # COMPOSE      the command that takes compose.yaml (default: docker compose, or podman-compose)
@@ -36,6 +37,9 @@ make_secrets() {
     for user in $(sed -n 's/^user tracewire-\([a-z]*\) .*/\1/p' deploy/redis/users.acl) admin; do
         [ -s $secrets/$user ] || openssl rand -hex 24 > $secrets/$user
     done
+    deploy/redis/certificates.sh $secrets/tls redis localhost 127.0.0.1
+    chmod 644 $secrets/tls/ca.crt $secrets/tls/tls.crt $secrets/tls/tls.key
+    chmod 755 $secrets/tls
     if [ ! -s $secrets/gateway-key ]; then
         made=$($containers run --rm tracewire-gateway gateway --new-key one-machine)
         # The first line is a comment with the key; the rest is the entry, which has its SHA-256 only.
@@ -65,7 +69,7 @@ up() {
         fi
         sleep 2
     done
-    echo "ready: gateway http://127.0.0.1:8080, its key in $secrets/gateway-key, Redis 127.0.0.1:6379"
+    echo "ready: gateway http://127.0.0.1:8080, its key in $secrets/gateway-key, Redis rediss://127.0.0.1:6379, its authority in $secrets/tls/ca.crt"
 }
 
 trace() {

@@ -123,8 +123,12 @@ class Loop:
             while True:
                 time.sleep(0.01)
                 if self._began and time.monotonic() - self._began > 0.04 and not self._stack:
-                    stack = traceback.extract_stack(sys._current_frames()[loops])
-                    self._stack = [f"{one.filename.rpartition('/')[2]}:{one.lineno} {one.name}" for one in stack[-8:]]
+                    # Without the lines of source, which would stay in memory.
+                    frames = traceback.walk_stack(sys._current_frames()[loops])
+                    stack = traceback.StackSummary.extract(frames, lookup_lines=False)
+                    self._stack = [
+                        f"{one.filename.rpartition('/')[2]}:{one.lineno} {one.name}" for one in stack[:8][::-1]
+                    ]
 
         asyncio.Handle._run = measured  # type: ignore[method-assign]
         threading.Thread(target=look, daemon=True).start()
@@ -154,6 +158,9 @@ async def _serve(options: argparse.Namespace) -> None:
             nonlocal begun_mib, growth_mib
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1) as signals:
                 async for number in signals:
+                    while number == signal.SIGTERM and adapter._writer.restorer._kept:  # noqa: ASYNC110
+                        # What Redis has acknowledged in the last seconds stays for a while.
+                        await anyio.sleep(0.05)
                     # Beside the loop, which is measured.
                     now_mib = await anyio.to_thread.run_sync(in_use_mib)
                     if number == signal.SIGTERM:

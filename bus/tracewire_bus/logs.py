@@ -10,6 +10,20 @@ __all__ = ["LOG_FORMATS", "LogFormat", "configure_logging"]
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final = ("text", "json")
 _TEXT: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
+#: What a message shows of characters that would move a terminal's cursor or reorder its text. A message may repeat what
+#: clients have written.
+_SHOWN: Final = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+
+
+class _Formatter(logging.Formatter):
+    """Formats lines that no message can forge: a further line of a message begins with spaces."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = record.message.translate(_SHOWN).replace("\n", "\n    ")
+        return super().formatMessage(record)
 
 
 def configure_logging(form: LogFormat = "text") -> None:
@@ -25,5 +39,5 @@ def configure_logging(form: LogFormat = "text") -> None:
 
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter(_TEXT))
+        handler.setFormatter(_Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -6,8 +6,11 @@
 #                      password, and `admin` with that of the user `default` (default: /run/secrets)
 # TRACEWIRE_RUN        folder for what is made of them (default: a new folder that nobody else can read)
 #
-# With `tls.crt` and `tls.key` in the folder of passwords, Redis takes TLS connections only, on the port of `--tls-port`.
-# The clients' URL then begins with rediss://, and names the authority by ssl_ca_certs.
+# TRACEWIRE_TLS        `no` for a Redis without TLS
+#
+# Redis takes TLS connections only, on the port of `--tls-port` (default: 6379), with `tls.crt`, `tls.key` and `ca.crt` in
+# the folder of passwords, which certificates.sh makes. The clients' URL begins with rediss://, and names the authority by
+# ssl_ca_certs.
 #
 # Passwords are kept as SHA-256 only. A user without a file, or with an empty one, cannot log in.
 set -eu
@@ -40,7 +43,13 @@ while read -r word name rules; do
 done < "$acl"
 
 mv -f "$new" "$made"
-if [ -e "$secrets/tls.crt" ]; then
+if [ "${TRACEWIRE_TLS:-yes}" != no ]; then
+    for file in tls.crt tls.key ca.crt; do
+        [ -s "$secrets/$file" ] || {
+            echo "start.sh: $secrets/$file is missing: make it by certificates.sh, or set TRACEWIRE_TLS=no" >&2
+            exit 1
+        }
+    done
     set -- --port 0 --tls-port 6379 --tls-cert-file "$secrets/tls.crt" --tls-key-file "$secrets/tls.key" \
         --tls-ca-cert-file "$secrets/ca.crt" --tls-auth-clients no "$@"
 fi

@@ -2,7 +2,8 @@
 # Installs a Redis, an engine of the demo model and a gateway as services of systemd, as root: deploy/systemd/install.sh
 #
 # It needs openssl, redis-server 7 or later, and an environment with Tracewire in /opt/tracewire/venv (docs/deployment.md).
-# What is there already stays: passwords, the gateway's key, and the files in /etc/tracewire.
+# What is there already stays: passwords, the gateway's key, certificates, and the files in /etc/tracewire. Run it again
+# before Redis's certificate ends (800 days), and restart Redis.
 set -eu
 cd "$(dirname "$0")/.."
 etc=/etc/tracewire
@@ -24,13 +25,17 @@ for user in $(sed -n 's/^user tracewire-\([a-z]*\) .*/\1/p' redis/users.acl) adm
     chgrp tracewire-redis "$etc/secrets/$user"
     chmod 640 "$etc/secrets/$user"
 done
+# Redis's key is Redis's alone. Everybody on this host may read its authority's certificate.
+redis/certificates.sh "$etc/tls" localhost 127.0.0.1 "$(hostname)"
+install -m 640 -g tracewire-redis "$etc/tls/ca.crt" "$etc/tls/tls.crt" "$etc/tls/tls.key" "$etc/secrets/"
+install -m 644 "$etc/tls/ca.crt" "$etc/ca.crt"
 [ -e "$etc/engine-demo.env" ] || cat > "$etc/engine-demo.env" << END
 MODEL=demo
 OPTIONS=--capacity 64
-TRACEWIRE_URL=redis://tracewire-engine:$(cat "$etc/secrets/engine")@127.0.0.1:6379
+TRACEWIRE_URL=rediss://tracewire-engine:$(cat "$etc/secrets/engine")@127.0.0.1:6379?ssl_ca_certs=$etc/ca.crt
 END
 [ -e "$etc/gateway.env" ] || cat > "$etc/gateway.env" << END
-TRACEWIRE_URL=redis://tracewire-controller:$(cat "$etc/secrets/controller")@127.0.0.1:6379
+TRACEWIRE_URL=rediss://tracewire-controller:$(cat "$etc/secrets/controller")@127.0.0.1:6379?ssl_ca_certs=$etc/ca.crt
 END
 if [ ! -e "$etc/gateway-keys.toml" ]; then
     made=$("$tracewire" gateway --new-key this-host)

@@ -97,6 +97,9 @@ RUN_BY = {
     "deploy/one_machine.sh": _ONE_MACHINE,
     'curl -H "Authorization: Bearer $(cat deploy/secrets/gateway-key)"': _ONE_MACHINE,
     "deploy/debian/images.sh": _ONE_MACHINE,
+    "deploy/redis/certificates.sh": (
+        "tests/e2e/parallel/test_deployment.py::test_a_certificate_is_made_once_for_the_names_that_the_urls_have"
+    ),
     "deploy/systemd/install.sh": _HOST,
     "systemctl enable --now tracewire-redis": _HOST,
     "python -m pytest tests/": "",  # tests, each by itself

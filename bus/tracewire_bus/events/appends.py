@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 import msgspec
 
+from tracewire_bus.domain.identity import Signer
 from tracewire_bus.store.keys import Keys
 from tracewire_bus.transport.errors import BusError, is_full, is_transient
 from tracewire_bus.transport.loops import Future
@@ -29,6 +30,7 @@ __all__ = [
     "is_away",
     "is_fence",
     "is_moving",
+    "sign_finals",
     "texted",
 ]
 
@@ -84,8 +86,8 @@ class Append(msgspec.Struct, eq=False):
     #: Whether its queue entry is settled by a command of its own, after the batch.
     settles_late: bool = False
     ended: bool = False
-    #: The trace, of a final that is not signed yet; else empty.
-    unsigned: str = ""
+    #: Whether it is a final with its signature in it.
+    signed: bool = False
     #: When Redis acknowledged it, by the event loop's clock.
     kept_at: float = 0.0
 
@@ -119,10 +121,11 @@ class Stream:
 
     __slots__ = (
         *("attempt", "base", "firehose", "given_up", "kept", "lost", "over", "patient", "record", "since"),
-        *("stuck", "under_way"),
+        *("stuck", "trace", "under_way"),
     )
 
-    def __init__(self, record: str, firehose: str) -> None:
+    def __init__(self, trace: str, record: str, firehose: str) -> None:
+        self.trace = trace
         #: The keys of the trace's record and of its stream of lifecycle events.
         self.record, self.firehose = record, firehose
         #: Id of the last acknowledged event before those in `kept`; "" if there is none.
@@ -142,6 +145,15 @@ class Stream:
         self.over = False
         #: Whether waiting appends were given up, and `Writer.resume` was not called since.
         self.given_up = False
+
+
+def sign_finals(batch: list[Append], signer: Signer | None, prefix: str) -> None:
+    """Sign the finals of a batch that are not signed yet, if there is a signer: one signature covers several."""
+    finals = [] if signer is None else [item for item in batch if item.final and not item.signed]
+    if finals and signer is not None:
+        made = signer.sign_finals(prefix, [(item.stream.trace, bytes(item.data)) for item in finals])
+        for item, data in zip(finals, made, strict=True):
+            item.data, item.signed = data, True
 
 
 def append_commands(batch: list[Append], schema: str) -> tuple[list[tuple[Any, ...]], list[int]]:

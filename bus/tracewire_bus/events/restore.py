@@ -69,7 +69,7 @@ class Restorer:
         """The state of a trace's stream, whose key is `key`."""
         found = self.streams.get(key)
         if found is None:
-            found = self.streams[key] = Stream(keys.record(trace), keys.firehose(keys.tag(trace)))
+            found = self.streams[key] = Stream(trace, keys.record(trace), keys.firehose(keys.tag(trace)))
             self._schedule_check(anyio.current_time())
         return found
 

@@ -57,6 +57,7 @@ from .appends import (
     is_away,
     is_fence,
     is_moving,
+    sign_finals,
 )
 from .batches import Batch, StuckStreams
 from .deferred import DeferredCommands, MoveWarning
@@ -194,7 +195,6 @@ class Writer:
         published = msgspec.msgpack.encode([str(one) for one in lifecycle]) if lifecycle else b""
         outcome, size = self._loop.create_future(), len(data) + OVERHEAD
         item = Append(stream, key, id_, attempt, data, final, with_effects, published, settle, outcome, size)
-        item.unsigned = trace if final and self.signer is not None else ""
         stream.under_way += 1
         self.backlog += item.size
         if stream.given_up:
@@ -321,10 +321,7 @@ class Writer:
         probed = self._stuck.retry(batch, self._loop.time())
         self._stuck.take(self._queue, batch)
         self._stuck.probe(batch, probed)
-        if self.signer is not None and (finals := [item for item in batch.items if item.unsigned]):
-            signed = self.signer.sign_finals(self._keys.prefix, [(item.unsigned, bytes(item.data)) for item in finals])
-            for item, data in zip(finals, signed, strict=True):
-                item.data, item.unsigned = data, ""
+        sign_finals(batch.items, self.signer, self._keys.prefix)
         return batch.items
 
     def _end(self, item: Append, error: Exception | None = None) -> None:

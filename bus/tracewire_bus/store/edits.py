@@ -44,7 +44,7 @@ from tracewire_bus.wire.messages import REQUEST_SCHEMA, Edit, EditRecord
 from tracewire_bus.wire.signing import unwrap
 
 from .keys import Keys
-from .proofs import Proofs
+from .proofs import Proofs, removal_content
 
 __all__ = [
     "EDIT_BYTES",
@@ -73,8 +73,11 @@ STREAM_BYTES: Final = 64 * 1024 * 1024
 #: How long Redis keeps an edit's stream after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
 _PAGE: Final = 64
+#: How often a signed removal begins again because the edit was replaced meanwhile.
+_TRIES: Final = 5
 _BLOCK_MS: Final = 5000
 
+_PARTS: Final = ("state", "entries", "about", "disabled", "changes", "removed")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _INSTALL: Final = Script("edit_install")
@@ -127,10 +130,14 @@ class Installed(msgspec.Struct, frozen=True):
 
 
 class EditSet(msgspec.Struct, frozen=True):
-    """All edits of a model at one moment, in the order in which their names were first installed."""
+    """All edits of a model at one moment, in the order in which their names were first installed.
+
+    `removals` has the version and the signature of the last removal, by name.
+    """
 
     generation: int
     edits: tuple[Installed, ...]
+    removals: dict[str, tuple[int, bytes]] = {}
 
 
 def is_edit_name(name: str) -> bool:
@@ -159,7 +166,7 @@ class Edits:
         self._proofs = proofs or Proofs()
 
     def _all(self, model: str) -> list[str]:
-        return [self._keys.edits(model, part) for part in ("state", "entries", "about", "disabled", "changes")]
+        return [self._keys.edits(model, part) for part in _PARTS]
 
     async def install(self, model: str, edit: Edit, *, replacing: int | None = None) -> int:
         """Install an edit, in place of an installed edit of its name. Returns its version.
@@ -192,11 +199,24 @@ class Edits:
             UnknownEdit: the model has no such edit.
             BusUnavailable: Redis does not answer; the edit may have been removed.
         """
-        command = _REMOVE(self._all(model), name, "" if version is None else version, _operation())
-        generation = int(await self._connections.command(*command))
+        for _ in range(_TRIES):
+            # A signature is for one version, so that nobody can use it again for a later one.
+            one = version if version is not None or self._proofs.signer is None else await self._version(model, name)
+            proof = b"" if one is None else self._proofs.order("remove edit", name, removal_content(model, one))
+            command = _REMOVE(self._all(model), name, "" if one is None else one, _operation(), proof)
+            generation = int(await self._connections.command(*command))
+            if generation or one == version or not one:
+                break
         if not generation:
             raise UnknownEdit(f"there is no edit {name!r} on {model!r}" + (f" at version {version}" if version else ""))
         return generation
+
+    async def _version(self, model: str, name: str) -> int:
+        """The installed version of an edit; 0 if there is none."""
+        key = self._keys.edits(model, "about")
+        about = await self._connections.command("HGET", key, name)
+        words = (about or b"").decode("utf-8", "replace").split(" ")
+        return self._connections.guard.read(integer, words[1], key=key, entry=name) or 0 if len(words) > 1 else 0
 
     async def disable(self, model: str, name: str, version: int, reason: str) -> bool:
         """Disable an edit of this version on all engines. Returns False if it was disabled or replaced before."""
@@ -215,7 +235,7 @@ class Edits:
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        generation, entries, abouts, disabled = await self._connections.command(
+        generation, entries, abouts, disabled, removed = await self._connections.command(
             *_LOAD(self._all(model)), unbatched=True
         )
         why = _by_name(disabled)
@@ -239,7 +259,8 @@ class Edits:
         ordered = [one for _, one in sorted(found, key=lambda pair: pair[0])]
         if len(ordered) > MAX_EDITS:
             guard.note(key, "", f"it has {len(ordered)} edits, and may have {MAX_EDITS}")
-        return EditSet(number or 0, tuple(ordered[:MAX_EDITS]))
+        removals = {name.decode("utf-8", "replace"): _removal(told) for name, told in _by_name(removed).items()}
+        return EditSet(number or 0, tuple(ordered[:MAX_EDITS]), removals)
 
     async def generation(self, model: str) -> int:
         """The number of the last change of a model's edits; 0 before the first.
@@ -295,6 +316,11 @@ def _signed(one: Installed, admitted: tuple[bytes, Key | None, str] | None) -> I
     _, signer, problem = admitted
     edit = None if problem else one.edit
     return msgspec.structs.replace(one, edit=edit, problem=problem or one.problem, signer=signer)
+
+
+def _removal(told: bytes) -> tuple[int, bytes]:
+    version, _, proof = told.partition(b" ")
+    return (int(version), proof) if version.isdigit() and len(version) < 16 else (0, b"")
 
 
 def _is_too_much(data: bytes) -> bool:

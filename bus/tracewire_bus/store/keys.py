@@ -64,6 +64,7 @@ class Keys(msgspec.Struct, frozen=True):
         - `entries`: hash from an edit's name to the encoded edit.
         - `about`: hash from an edit's name to its place, version, time and schema.
         - `disabled`: hash from the name of a disabled edit to the reason.
+        - `removed`: hash from the name of a removed edit to its version and the signature of the removal.
         - `state`: hash of counters.
         - `changes`: stream with an entry for each change.
         """

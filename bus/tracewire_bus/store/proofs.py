@@ -12,7 +12,7 @@ from tracewire_bus.domain.identity import Signer, signed, verify_final
 from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.signing import MOST_AT_ONCE, Kind, wrap
 
-__all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause_content"]
+__all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause_content", "removal_content"]
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -30,6 +30,11 @@ def cancel_content(by: str, reason: str) -> bytes:
 def pause_content(by: str, within_s: float | None = None, then: str = "") -> bytes:
     """What the proof of a pause, or of a resumption, covers."""
     return _encoder.encode((by,) if within_s is None else (by, within_s, then))
+
+
+def removal_content(model: str, version: int) -> bytes:
+    """What the proof of the removal of an edit of this version covers."""
+    return _encoder.encode((model, version))
 
 
 def drain_content(by: str, within_s: float | None) -> bytes:

@@ -28,6 +28,8 @@ _WAITING: Final = 20_000
 _AT_ONCE: Final = 64
 _REMEMBERED: Final = 1024
 _TEXT: Final = 500
+#: How long entries wait for others, to be written together, in seconds.
+_GATHER_S: Final = 0.03
 
 
 class Audit:
@@ -101,6 +103,8 @@ class Audit:
             while not self._entries and not self._codes:
                 self._done.notify()
                 await self._new.wait()
+            if len(self._entries) < _AT_ONCE:
+                await anyio.sleep(_GATHER_S)
             try:
                 while self._codes:
                     await self._log.keep_code(*self._codes[0])

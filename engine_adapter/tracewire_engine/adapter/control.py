@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from weakref import WeakKeyDictionary
 
 import anyio
 
@@ -13,6 +14,7 @@ from tracewire_bus.store.control import Order
 from tracewire_bus.store.trace_records import TraceEnded, TraceMissing, cancellation
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo, Failure, Status
+from tracewire_bus.wire.signing import decode_envelope
 
 from .audit import Audit
 from .claims import Claims
@@ -55,6 +57,8 @@ class Control:
         self._aborting = 0
         self._to_pause: deque[TraceRun] = deque()
         self._wanted = Signal()
+        #: The nonces of signed orders for each run, with the number of the pause or resumption.
+        self._orders: WeakKeyDictionary[TraceRun, dict[bytes, int]] = WeakKeyDictionary()
         #: The changes of records that the engine has refused, and that are to be undone.
         self._to_undo: deque[tuple[str, Undoing]] = deque()
         self._refused = Signal()
@@ -101,11 +105,23 @@ class Control:
         except BusError as error:
             logger.warning("trace %s could not be cancelled: %s", order.trace, error)
 
-    def _is_allowed(self, order: Order, owner: Key | None) -> bool:
-        """Whether an order may be carried out for a trace of `owner`. Logs a refusal."""
+    def note_pause(self, run: TraceRun, proof: bytes, number: int) -> None:
+        """Note the signed pause that a run has begun with, so that nobody can repeat it."""
+        if proof:
+            self._is_new(run, proof, number)
+
+    def _is_new(self, run: TraceRun, proof: bytes, number: int) -> bool:
+        """Whether a proof that was verified comes to this run for the first time, or as the same pause again."""
+        nonce = decode_envelope(proof).nonce
+        return self._orders.setdefault(run, {}).setdefault(nonce, number) == number
+
+    def _is_allowed(self, order: Order, owner: Key | None, run: TraceRun | None = None) -> bool:
+        """Whether an order may be carried out for a trace of `owner`, and for its run if it has one. Logs a refusal."""
         name = order.trace or self._info.engine
         try:
             key = self.gate.order(order, owner)
+            if key is not None and run is not None and not self._is_new(run, order.proof, order.number):
+                raise SignatureRefused(f"the order of key {key.id!r} was replayed")
         except SignatureRefused as error:
             logger.warning("an order to %s %s is refused: %s", order.kind, order.trace or "this engine", error)
             self.audit.refused(order.kind, name, str(error), by=order.by)
@@ -116,7 +132,7 @@ class Control:
     def _is_admitted(self, order: Order, run: TraceRun) -> bool:
         """Whether an order for a trace that runs here may be carried out. A refused change is undone."""
         if order.kind != "steer":
-            return self._is_allowed(order, run.owner)
+            return self._is_allowed(order, run.owner, run)
         if run.proofs is None:
             return True
         try:

@@ -17,7 +17,7 @@ from tracewire_bus.domain.identity import Key, KeyFileError, Keyring, SignatureR
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import check_size
 from tracewire_bus.store.control import Order
-from tracewire_bus.store.proofs import cancel_content, drain_content, pause_content
+from tracewire_bus.store.proofs import cancel_content, drain_content, pause_content, removal_content
 from tracewire_bus.wire.signing import Envelope, Kind, decode_envelope, unwrap
 
 from .engine_api import Rejection
@@ -114,6 +114,22 @@ class Gate:
         except SignatureRefused as error:
             raise ValueError(f"signature: {error}") from None
         return content, key
+
+    def removal(self, name: str, since: int, version: int, proof: bytes) -> Key | None:
+        """Verify the removal of this version of an edit, for an engine that runs version `since`.
+
+        Returns the key that has signed it.
+
+        Raises:
+            SignatureRefused: it is not accepted.
+        """
+        if proof and version < since:
+            raise SignatureRefused(f"the removal is of version {version}, and version {since} is installed")
+        content = removal_content(self._model, version)
+        key = self._verified("remove edit", name, proof, content, timely=False)
+        if key is not None:
+            key.demand("edit")
+        return key
 
     def _content(self, kind: Kind, name: str, data: bytes, at: float) -> Admitted:
         try:

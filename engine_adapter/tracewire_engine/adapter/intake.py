@@ -307,8 +307,7 @@ class Intake:
 
     async def _opened(self, trace: str, attempt: int, admitted: Admitted) -> Opened:
         """Claim the trace for this engine."""
-        mark, model = self._admissions.mark(admitted), self._info.model
-        limits = self._settings.limits
+        mark, model, limits = self._admissions.mark(admitted), self._info.model, self._settings.limits
         return await self._bus.records.open(trace, self._info.engine, attempt, limits, model=model, mark=mark)
 
     def _bounded(self, entry: Taken, opened: Opened) -> Opened:
@@ -376,6 +375,7 @@ class Intake:
         run.pause.number = opened.pauses
         if opened.paused is not None:
             run.pause.request(opened.paused, within_s=opened.pause_left_s, then=opened.pause_then)
+            self._control.note_pause(run, opened.pause_proof, opened.pauses)
         return run
 
     def _deadline_failure(self, submission: Submission) -> Failure:

@@ -85,7 +85,7 @@ class Adapter:
         gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine, settings.limits)
         self._audit = Audit(bus, info, settings.audit)
         self._validator.keep = self._audit.keep
-        checks = self._validator.check_edit, self._renew, settings.code.permit, gate.edit, self._audit
+        checks = self._validator.check_edit, self._renew, settings.code.permit, gate, self._audit
         self._standing = StandingEdits(bus, info, tree, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)

@@ -20,10 +20,10 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
-from tracewire_bus.domain.identity import Key
+from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check, normalize
 from tracewire_bus.domain.tree import ModuleTree
-from tracewire_bus.store.edits import RECORD_BYTES, Admit, EditSet, Installed, selected
+from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
@@ -34,6 +34,7 @@ from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 from .audit import Audit
 from .digests import split_by_edit
 from .engine_api import Rejection
+from .gate import Gate
 from .pending import PendingRecords
 
 __all__ = ["RequestEdits", "StandingEdits", "place"]
@@ -110,8 +111,8 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
 
 class StandingEdits:
     """The edits of one engine's model. `check_block` refuses a block that cannot run, and `permit` makes the workers'
-    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs. `admit` verifies
-    an edit's signature.
+    permit for a block; `announce` renews the registry's entry of the engine, which says what it runs. `gate` verifies
+    the signatures of edits and of their removals.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class StandingEdits:
         check_block: Callable[[Block, Key | None], Awaitable[str]],
         announce: Callable[[], Awaitable[None]],
         permit: Callable[[bytes], bytes] = lambda block: b"",
-        admit: Admit | None = None,
+        gate: Gate | None = None,
         audit: Audit | None = None,
     ) -> None:
         self._bus = bus
@@ -131,11 +132,15 @@ class StandingEdits:
         self._check_block = check_block
         self._announce = announce
         self._permit = permit
-        self._admit = admit
+        self._gate = gate
         self._audit = audit
         #: The versions of edits that stand in the audit trail.
         self._noted: dict[str, int] = {}
         self._ready: list[RunnableEdit] = []
+        #: The edits that a key has signed and that were installed last, in order.
+        self._signed: dict[str, Installed] = {}
+        #: By name, why an edit runs on that is installed no longer.
+        self._held_for: dict[str, str] = {}
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
         self._generation = -1
@@ -174,14 +179,14 @@ class StandingEdits:
         edits = self._bus.edits
         if await edits.generation(self._info.model) == self._generation:
             return
-        await self.take(await edits.load(self._info.model, self._admit))
+        await self.take(await edits.load(self._info.model, None if self._gate is None else self._gate.edit))
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:
         """Run these edits from now on, without those that this engine cannot run."""
         ready: list[RunnableEdit] = []
         refused: dict[str, str] = {}
-        errors: dict[str, str] = {}
+        edits, errors = self._held(edits)
         for one in edits.edits:
             if one.disabled:
                 refused[one.name] = f"it is disabled: {one.disabled}"
@@ -202,6 +207,49 @@ class StandingEdits:
         failures = self._info.edit_failures
         # A counter of an edit that is gone would never end.
         self._info.edit_failures = {one.name: failures[one.name] for one in edits.edits if one.name in failures}
+
+    def _held(self, edits: EditSet) -> tuple[EditSet, dict[str, str]]:
+        """The edits as a strict engine takes them, and why it does not take a change, by name.
+
+        An edit that a key has signed runs until a signed edit replaces it, or a signed order removes it.
+        """
+        errors: dict[str, str] = {}
+        found = {one.name: one for one in edits.edits}
+        if self._gate is not None and self._gate.strict:
+            for name, before in self._signed.items():
+                now = found.get(name)
+                if (now is not None and now.signer is not None) or not self._is_valid(before.signer):
+                    continue
+                try:
+                    key = self._gate.removal(name, before.version, *edits.removals.get(name, (0, b"")))
+                except SignatureRefused as error:
+                    errors[name] = f"its {'removal' if now is None else 'replacement'} is refused: {error}"
+                    found[name] = before
+                    self._note_held(name, errors[name])
+                    continue
+                if now is None and self._audit is not None:
+                    self._audit.accepted("remove edit", name, key)
+            # Versions go up; a name keeps its place where it had one.
+            places = {name: place for place, name in enumerate(self._signed)}
+            ordered = sorted(found.values(), key=lambda one: places.get(one.name, len(places)))
+            edits = EditSet(edits.generation, tuple(ordered) if errors else edits.edits)
+        self._signed = {one.name: one for one in edits.edits if one.signer is not None}
+        self._held_for = {name: why for name, why in self._held_for.items() if name in errors}
+        return edits, errors
+
+    def _is_valid(self, signer: Key | None) -> bool:
+        """Whether the key that has signed an edit is still good. An edit does not outlive its key."""
+        key = None if signer is None or self._gate is None else self._gate.key(signer.id)
+        return key is not None and key.revoked is None
+
+    def _note_held(self, name: str, why: str) -> None:
+        """Say once why an edit runs on."""
+        if self._held_for.get(name) == why:
+            return
+        self._held_for[name] = why
+        logger.warning("edit %s runs on: %s", name, why)
+        if self._audit is not None:
+            self._audit.refused("remove edit", name, why)
 
     def _note(self, edits: EditSet, errors: dict[str, str]) -> None:
         """Write new versions of edits to the audit trail. `errors` says why edits do not run, by name."""

@@ -64,7 +64,8 @@ def one_machine(containers: Containers) -> Iterator[Containers]:
 
 def url(user: str) -> str:
     """The published Redis, for one of its users."""
-    return f"redis://tracewire-{user}:{(SECRETS / user).read_text().strip()}@127.0.0.1:6379"
+    password, authority = (SECRETS / user).read_text().strip(), SECRETS / "tls" / "ca.crt"
+    return f"rediss://tracewire-{user}:{password}@127.0.0.1:6379?ssl_ca_certs={authority}"
 
 
 async def test_one_machine_serves_traces_to_clients_outside(one_machine: Containers) -> None:

@@ -25,10 +25,12 @@ import anyio
 import anyio.to_thread
 import pytest
 import yaml
+from cryptography import x509
 
 import tracewire
 from tests.faults.harness.processes import free_port
 from tests.support import ROOT
+from tests.support.redis.servers import BINARIES
 from tests.support.scripted_engine import acts
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport import embedded
@@ -92,7 +94,7 @@ def test_everything_that_is_referred_to_is_there() -> None:
     assert volumes["setup"]["configMap"]["name"] == made["name"]
     (password,) = (one for one in ENGINE["env"] if "valueFrom" in one)
     assert password["valueFrom"]["secretKeyRef"] == {
-        "name": volumes["secrets"]["secret"]["secretName"],
+        "name": volumes["secrets"]["projected"]["sources"][0]["secret"]["name"],
         "key": "engine",
     }
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
@@ -155,7 +157,9 @@ def test_an_engine_has_the_time_to_drain() -> None:
 class Place:
     """A Redis as the manifests start it, with a password for each user, and where the commands are run."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], binary: str = "") -> None:
+        #: Whether it takes TLS only. The tests' own build of Redis has none.
+        self.tls = bool(binary)
         self.folder = folder
         self.port = free_port()
         self.passwords = {user: f"{user}-secret" for user in USERS}
@@ -165,7 +169,7 @@ class Place:
             (folder / name).mkdir()
         for user, password in self.passwords.items():
             (folder / "secrets" / user).write_text(f"{password}\n")
-        (folder / "bin" / "redis-server").symlink_to(embedded._binary())
+        (folder / "bin" / "redis-server").symlink_to(binary or embedded._binary())
 
     def start(self) -> None:
         """Start it."""
@@ -174,9 +178,16 @@ class Place:
             "TRACEWIRE_ACL": str(DEPLOY / "redis" / "users-6.2.acl"),
             "TRACEWIRE_SECRETS": str(self.folder / "secrets"),
             "TRACEWIRE_RUN": str(self.folder / "made"),
+            "TRACEWIRE_TLS": "yes" if self.tls else "no",
         }
         self.process = subprocess.Popen(
-            ["sh", str(DEPLOY / "redis" / "start.sh"), *self._arguments, "--port", str(self.port)],
+            [
+                "sh",
+                str(DEPLOY / "redis" / "start.sh"),
+                *self._arguments,
+                "--tls-port" if self.tls else "--port",
+                str(self.port),
+            ],
             stdout=subprocess.DEVNULL,
             env=environment,
             preexec_fn=embedded.die_with_parent(),
@@ -191,16 +202,19 @@ class Place:
     def url(self, user: str) -> str:
         """Its URL for a user."""
         name = "default" if user == "admin" else f"tracewire-{user}"
-        return f"redis://{name}:{self.passwords.get(user, '')}@127.0.0.1:{self.port}"
+        at = f"://{name}:{self.passwords.get(user, '')}@127.0.0.1:{self.port}"
+        return f"rediss{at}?ssl_ca_certs={self.folder / 'secrets' / 'ca.crt'}" if self.tls else f"redis{at}"
 
     def engines_url(self) -> str:
         """The URL that an engine is given, with its variables filled in."""
         (url,) = (one["value"] for one in ENGINE["env"] if one["name"] == "TRACEWIRE_URL")
         compose = COMPOSE["services"]["engine"]["environment"]["TRACEWIRE_URL"]
+        authority = "?ssl_ca_certs="
+        url, compose = url.partition(authority)[0], compose.partition(authority)[0]
         assert re.sub(r"\$\{[^}]*\}", "X", compose).replace("@redis", "@R") == (
             url.replace("$(TRACEWIRE_PASSWORD)", "X").replace("@tracewire-redis", "@R")
         )
-        filled = url.replace("$(TRACEWIRE_PASSWORD)", self.passwords["engine"])
+        filled = url.replace("$(TRACEWIRE_PASSWORD)", self.passwords["engine"]).replace("rediss://", "redis://")
         return str(filled).replace("tracewire-redis:6379", f"127.0.0.1:{self.port}")
 
     async def run(self, command: list[str], user_url: str = "") -> subprocess.CompletedProcess[str]:
@@ -234,6 +248,85 @@ async def answers(place: Place) -> None:
                     return
             except BusError:
                 await anyio.sleep(0.05)
+
+
+def _certificates(folder: Path, *names: str) -> None:
+    subprocess.run(["sh", str(DEPLOY / "redis" / "certificates.sh"), str(folder), *names], check=True, timeout=PATIENCE)
+
+
+def test_a_certificate_is_made_once_for_the_names_that_the_urls_have(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    _certificates(folder, "tracewire-redis", "127.0.0.1", "::1")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(before) == {"ca.crt", "ca.key", "tls.crt", "tls.key"}
+    assert all(path.stat().st_mode & 0o77 == 0 for path in folder.iterdir())
+    certificate = x509.load_pem_x509_certificate(before["tls.crt"])
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["tracewire-redis"]
+    assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(before["ca.crt"]))
+    _certificates(folder, "tracewire-redis")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # One that is gone is signed by the same authority.
+    (folder / "tls.crt").unlink()
+    _certificates(folder, "tracewire-redis")
+    assert (folder / "ca.crt").read_bytes() == before["ca.crt"]
+    made = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+    made.verify_directly_issued_by(x509.load_pem_x509_certificate(before["ca.crt"]))
+    assert made.serial_number != certificate.serial_number
+
+
+def test_each_url_of_the_manifests_is_by_tls_and_its_authority_is_there() -> None:
+    for name in ("engine", "gateway"):
+        one = container("Deployment", f"tracewire-{name}")
+        (url,) = (setting["value"] for setting in one["env"] if setting["name"] == "TRACEWIRE_URL")
+        (mount,) = (mount for mount in one["volumeMounts"] if mount["name"] == "authority")
+        (volume,) = (v for v in pod("Deployment", f"tracewire-{name}")["spec"]["volumes"] if v["name"] == "authority")
+        assert url.startswith("rediss://")
+        assert url.endswith(f"?ssl_ca_certs={mount['mountPath']}/ca.crt")
+        # Redis's key stays away from clients.
+        assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+        service = COMPOSE["services"][name]
+        url = service["environment"]["TRACEWIRE_URL"]
+        assert url.startswith("rediss://")
+        assert url.endswith("?ssl_ca_certs=/run/secrets/ca.crt")
+        assert [one for one in service["secrets"] if "." in one] == ["ca.crt"]
+    assert {"ca.crt", "tls.crt", "tls.key"} <= {*COMPOSE["services"]["redis"]["secrets"]}
+    script = (DEPLOY / "systemd" / "install.sh").read_text()
+    urls = re.findall(r"^TRACEWIRE_URL=(.*)$", script, re.MULTILINE)
+    assert len(urls) == 2
+    assert all(url.startswith("rediss://") and url.endswith("?ssl_ca_certs=$etc/ca.crt") for url in urls)
+
+
+def test_redis_does_not_start_without_a_certificate(tmp_path: Path) -> None:
+    (tmp_path / "engine").write_text("secret")
+    environment = {**os.environ, "TRACEWIRE_SECRETS": str(tmp_path), "TRACEWIRE_RUN": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", str(DEPLOY / "redis" / "start.sh")], env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1
+    assert "tls.crt is missing: make it by certificates.sh" in done.stderr
+
+
+@pytest.mark.parametrize("version", [one for one in BINARIES if int(one.partition(".")[0]) >= 7])
+async def test_redis_takes_tls_only(version: str, tmp_path: Path) -> None:
+    one = Place(tmp_path, REDIS["args"], BINARIES[version])
+    _certificates(tmp_path / "secrets", "localhost", "127.0.0.1")
+    one.start()
+    try:
+        await answers(one)
+        async with Bus.open(one.url("engine")):
+            pass
+        plain = one.url("engine").partition("?")[0].replace("rediss://", "redis://")
+        with pytest.raises(BusError):
+            async with Bus.open(plain):
+                pass
+        # Without the authority, nobody takes it for the Redis that it says it is.
+        with pytest.raises(BusError, match="CERTIFICATE_VERIFY_FAILED"):
+            async with Bus.open(one.url("engine").partition("?")[0]):
+                pass
+    finally:
+        one.stop()
 
 
 def probes() -> Iterator[tuple[str, list[str]]]:

@@ -25,9 +25,11 @@ from tracewire_bus.domain.code_identity import code_hash
 from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.wire.codec import encode, schema_text
 from tracewire_bus.wire.ids import FINAL_ID
-from tracewire_bus.wire.messages import Block, Edit, Helper, Invoke, Submission
+from tracewire_bus.wire.messages import Ablate, Block, Edit, Helper, Invoke, Submission
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.adapter.code_policy import CodePolicy
+
+UNSIGNED = "this engine accepts only what a key of its keyring has signed (--unsigned refuse: as the test has set it)"
 
 
 @pytest.fixture
@@ -299,6 +301,36 @@ async def test_a_replayed_or_moved_change_is_refused(keys: Identities, bus: Bus)
 
 
 @with_engine
+async def test_a_replayed_pause_is_refused(keys: Identities, bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads the order's signature in the trace's record, and calls the script with it."""
+    async with keys.client(bus, "alice") as alice:
+        trace = await running(alice)
+        await alice.pause(trace.id)
+        stream = bus.keys.control(bus.keys.tag(trace.id), ENGINE)
+        author, proof = await bus.command("HMGET", bus.keys.record(trace.id), "z", "zg")
+        await alice.resume(trace.id)
+        for number in (3, 4):
+            order = ("k", "pause", "t", trace.id, "b", author, "n", number, "g", proof)
+            await bus.command("XADD", stream, "*", *order)
+        await alice.steer(trace.id, alpha=2.0)
+        seen = []
+        async for event in alice.subscribe(trace.id, since="start"):
+            seen.append(event.type)
+            if event.type == "steered":
+                break
+        assert [one for one in seen if one in ("paused", "resumed")] == ["paused", "resumed"]
+        assert sum("the order of key 'alice' was replayed" in line for line in caplog.messages) == 2
+        # Its owner pauses it again.
+        await alice.pause(trace.id)
+        pauses = 0
+        async for event in alice.subscribe(trace.id, since="start"):
+            pauses += event.type == "paused"
+            if pauses == 2:
+                break
+        await alice.cancel(trace.id)
+
+
+@with_engine
 async def test_an_engine_is_not_drained_by_a_tenant(keys: Identities, bus: Bus) -> None:
     async with keys.client(bus) as nobody, keys.client(bus, "alice") as alice, keys.client(bus, "olga") as olga:
         await nobody.engines.drain(ENGINE)
@@ -399,6 +431,55 @@ async def test_an_edit_needs_a_signature_the_right_and_the_right_to_its_code(key
         await adapter._standing.refresh()
         assert "the signature is not of key 'alice'" in adapter._info.edit_errors["loud"]
         assert "calm" not in adapter._info.edit_errors
+
+
+async def test_an_edit_is_neither_removed_nor_replaced_without_a_signature(keys: Identities, bus: Bus) -> None:
+    edit = Edit(name="calm", interventions=[Ablate("residual(0)")])
+    async with (
+        keys.served(bus) as adapter,
+        signing_bus(bus, keys.signer("alice")) as alice,
+        signing_bus(bus, keys.signer("ann")) as ann,
+    ):
+
+        async def seen() -> tuple[list[str], str]:
+            await adapter._standing.refresh()
+            return [one.name for one in adapter._standing._ready], adapter._info.edit_errors.get("calm", "")
+
+        first = await alice.edits.install("tiny", edit)
+        assert await seen() == (["calm"], "")
+        # A copy of a valid removal, of an edit that was installed again since.
+        await alice.edits.remove("tiny", "calm")
+        proof = await bus.command("HGET", bus.keys.edits("tiny", "removed"), "calm")
+        assert await seen() == ([], "")
+        second = await alice.edits.install("tiny", edit)
+        assert second > first
+        assert await seen() == (["calm"], "")
+        await bus.edits.remove("tiny", "calm")
+        assert await seen() == (["calm"], f"its removal is refused: {UNSIGNED}")
+        await bus.command("HSET", bus.keys.edits("tiny", "removed"), "calm", proof)
+        await bus.edits.install("tiny", msgspec.structs.replace(edit, name="calm", scope="asked"))
+        names, why = await seen()
+        assert names == ["calm"]
+        assert f"its replacement is refused: the removal is of version {first}" in why
+        assert adapter._standing._ready[0].scope == "all"
+        # A key without the right.
+        await ann.edits.remove("tiny", "calm")
+        names, why = await seen()
+        assert names == ["calm"]
+        assert "no right 'edit'" in why
+        # A signed edit replaces it, and a signed removal ends it, also of a version that the engine has not seen.
+        await alice.edits.install("tiny", edit)
+        assert await seen() == (["calm"], "")
+        await alice.edits.install("tiny", edit)
+        await alice.edits.remove("tiny", "calm")
+        assert await seen() == ([], "")
+        # An edit does not outlive its key.
+        await alice.edits.install("tiny", edit)
+        assert await seen() == (["calm"], "")
+        known = keys.ring.listed()
+        keys.ring.write([msgspec.structs.replace(key, revoked=1.0) if key.id == "alice" else key for key in known])
+        await bus.edits.remove("tiny", "calm")
+        assert (await seen())[0] == []
 
 
 # --- finals -----------------------------------------------------------------------------------------------------------

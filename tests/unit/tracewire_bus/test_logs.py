@@ -31,3 +31,17 @@ def test_a_process_that_logs_already_goes_on_as_it_does() -> None:
     assert before
     configure_logging()
     assert logging.getLogger().handlers == before
+
+
+def test_no_message_forges_a_line_or_moves_the_cursor() -> None:
+    program = """
+import logging
+from tracewire_bus.logs import configure_logging
+configure_logging()
+name = "t\\n2026-01-01 tracewire ERROR all is lost\\r\\x1b[2J\\u202e\\x85"
+logging.getLogger("tracewire").warning("queue entry %s could not be served\\tnow", name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stderr.splitlines()
+    assert first.endswith("queue entry t")
+    assert second == "    2026-01-01 tracewire ERROR all is lost\\x0d\\x1b[2J\\u202e\\x85 could not be served\tnow"
