@@ -39,6 +39,7 @@ from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
 from tracewire.traces.trace import Trace as AsyncTrace
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.server_info import ServerInfo
 from tracewire_bus.store.trace_list import ListedTrace
@@ -810,7 +811,7 @@ class Library(Bridge[AsyncLibrary]):
 
         `arrays` is one array, or a dict of one by layer: a vector `[hidden]`, a subspace's rows `[directions, hidden]`,
         or a probe's weight `[hidden]` or `[outputs, hidden]`. A probe with a bias is a dict of `weight` and `bias`, an
-        autoencoder a dict of arrays by name. `EntryOptions` lists what an entry says.
+        autoencoder a `SparseAutoencoder`, or a dict of arrays by name. `EntryOptions` lists what an entry says.
 
         Raises:
             InvalidEntry: the name, an array or an option is wrong; `field` names it.
@@ -840,6 +841,17 @@ class Library(Bridge[AsyncLibrary]):
             BusUnavailable: Redis does not answer.
         """
         return self._portal.call(partial(self._async.load, name))
+
+    def autoencoder(self, name: str) -> SparseAutoencoder:
+        """The sparse autoencoder of an entry, for `Features` and `SteerFeatures`.
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed, or Redis has lost its arrays.
+            InvalidEntry: the entry is no autoencoder, or its settings are not supported.
+            LibraryMissing: the extra `tracewire[library]` is not installed.
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.autoencoder, name))
 
     def list(self, tenant: str = "") -> Listing[LibraryEntry]:
         """All versions that are there, by name and version: those of a `tenant`, then the shared ones."""

@@ -13,7 +13,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import Stage, tiny
 from tests.support.scripted_engine import ScriptedEngine, info, serving
-from tracewire import Ablate, Clamp, Client, Live, Probe, Steer, TraceRejected
+from tracewire import Ablate, Clamp, Client, Coordinates, Hold, Live, Probe, Project, Steer, TraceRejected
 from tracewire.traces.library_names import EntryName, layers_of, parsed, space_of
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.library import Library
@@ -111,6 +111,9 @@ async def test_each_kind_of_field(client: Client, engine: Engine) -> None:
         Steer("model.layers.1.mlp", "line"),
         Clamp("residual(1)", Live("place"), min=0.0),
         Ablate("model.layers.1.mlp"),
+        Project("residual(1)", "plane"),
+        Coordinates("d", "residual(1)", "line"),
+        Hold("e", "residual(1)", "line", probe="c", target=1.0, min=-5.0, max=5.0),
     ]
     async with engine(taken):
         await run(client, *declared, live={"alpha": 1.0, "place": VECTOR})
@@ -125,7 +128,7 @@ async def test_each_kind_of_field(client: Client, engine: Engine) -> None:
     assert list(one.library) == [
         f"interventions[{at}].{name}"
         for at, name in enumerate(("direction", "weight", "weight", "weight", "vector", "vector", "vector"))
-    ]
+    ] + ["interventions[9].basis", "interventions[10].basis", "interventions[11].vector"]
 
 
 async def test_what_does_not_fit_is_refused_by_its_field(client: Client, engine: Engine) -> None:
