@@ -114,7 +114,7 @@ RUN_BY_NONE = {
     "make setup": "makes the environment that the tests run in",
     "make lint": "runs beside the tests",
     'pip install "tracewire[engine-gpu]"': _GPU,
-    'pip install "tracewire[notebook]" matplotlib': "is what tests/examples/test_cookbook.py runs in",
+    'pip install "tracewire[harvest,library,notebook]" matplotlib': "is what tests/examples/test_cookbook.py runs in",
     "pip install 'tracewire[engine-gpu,ray]'": _GPU,
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.volume $O": _GPU,
