@@ -17,7 +17,10 @@ from tracewire import Ablate, Clamp, Client, Coordinates, Hold, Live, Probe, Pro
 from tracewire.traces.library_names import EntryName, layers_of, parsed, space_of
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.library import Library
+from tracewire_bus.store.vectors import Vectors
+from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import Submission
+from tracewire_bus.wire.refs import ArrayRef
 
 Engine = Callable[..., Any]
 
@@ -193,6 +196,33 @@ async def test_an_array_is_fetched_from_redis_once(
         for _ in range(3):
             await run(client, Steer("residual(1)", "calm"), Steer("residual(2)", "calm@1"))
     assert fetched == ["vector"]
+
+
+async def test_a_large_array_is_stored_for_engines_once_and_every_trace_refers_to_it(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[ArrayRef] = []
+    write = Vectors._write
+
+    async def noted(self: Vectors, payloads: dict[ArrayRef, bytes]) -> None:
+        written.extend(payloads)
+        await write(self, payloads)
+
+    monkeypatch.setattr(Vectors, "_write", noted)
+    taken = Taken()
+    large = np.random.default_rng(0).standard_normal(2048).astype(np.float32)
+    await client.library.put("large", large)
+    async with engine(taken, hidden_size=2048, schema=schema_text()):
+        for _ in range(3):
+            await run(client, Steer("residual(1)", "large"))
+    refs = [one.interventions[0].vector for one in taken.submissions]
+    assert len(written) == 1
+    assert refs == written * 3
+    # The digest by which engines keep an array is that of the entry.
+    stored = await client._session.open_bus().library.find("", "large")
+    assert stored is not None
+    assert stored.entry is not None
+    assert stored.entry.arrays["vector"].digest == written[0].digest
 
 
 async def test_arrays_that_are_not_used_are_given_up(
