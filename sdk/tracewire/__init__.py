@@ -31,6 +31,10 @@ from tracewire.admin.server import Server, ServerInfo
 from tracewire.admin.traces import Traces
 from tracewire.admin.watch import Watch, WatchGroups
 from tracewire.capture.intervention import Intervention, intervention, save
+from tracewire.extract.directions import LayerScore
+from tracewire.extract.extraction import Extraction, ExtractOptions
+from tracewire.extract.retroactive import ProbeReading
+from tracewire.extract.sweep import StrengthOptions, StrengthSweep
 from tracewire.library.entry import EntryOptions, LibraryEntry
 from tracewire.library.resource import Library
 from tracewire.traces.failures import (
@@ -244,6 +248,8 @@ __all__ = [
     "EntryOptions",
     "Event",
     "EventsLost",
+    "ExtractOptions",
+    "Extraction",
     "Features",
     "Final",
     "FirstToken",
@@ -269,6 +275,7 @@ __all__ = [
     "Invoke",
     "Item",
     "Lagging",
+    "LayerScore",
     "Lens",
     "Library",
     "LibraryEntry",
@@ -299,6 +306,7 @@ __all__ = [
     "PermissionDeniedError",
     "PrivateRedisError",
     "Probe",
+    "ProbeReading",
     "Project",
     "Prompt",
     "PromptInput",
@@ -326,6 +334,8 @@ __all__ = [
     "StoreFull",
     "StoreRefused",
     "StoreUnavailable",
+    "StrengthOptions",
+    "StrengthSweep",
     "Subscription",
     "SweepOptions",
     "TextChanged",

@@ -210,6 +210,8 @@ RESOURCES = """
 #: What a tracer has of its own, beside its `with`, and what a client's life is written by hand with.
 INLINE = ("saves",)
 LIFE = ("connect", "aclose", "url")
+#: Why the client is longer than a class may be (`tests/support/structure.py`): the async one has its methods in parts.
+WHOLE = "# whole: a method a line of the async client's parts\n"
 
 
 def written(cls: type, item: str) -> str:
@@ -218,7 +220,8 @@ def written(cls: type, item: str) -> str:
     bases = f"Bridge[Async{name}{'[T]' if item == 'T' else ''}]"
     if by_hand is not None:
         bases = f"{by_hand}, Trace" if cls is tracewire.Tracer else by_hand
-    text = f"class {name}({bases}):\n" + documented(cls, "    ")
+    text = WHOLE if cls is tracewire.Client else ""
+    text += f"class {name}({bases}):\n" + documented(cls, "    ")
     if item and by_hand is None:
         text += LISTS if item == "T" else ITERATES.format(item=item)
     for member, value in members(cls):

@@ -24,6 +24,9 @@ from tracewire.admin.watch import Watch as AsyncWatch
 from tracewire.admin.watch import WatchGroups as AsyncWatchGroups
 from tracewire.capture.intervention import Intervention
 from tracewire.checks import Duration
+from tracewire.extract.extraction import Extraction, ExtractOptions
+from tracewire.extract.retroactive import ProbeReading
+from tracewire.extract.sweep import Score, StrengthOptions, StrengthSweep
 from tracewire.library.entry import EntryOptions, LibraryEntry
 from tracewire.library.resource import Library as AsyncLibrary
 from tracewire.options import HarvestOptions, SweepOptions, TraceOptions, WithOptions
@@ -36,11 +39,12 @@ from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
 from tracewire.traces.trace import Trace as AsyncTrace
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.server_info import ServerInfo
 from tracewire_bus.store.trace_list import ListedTrace
 from tracewire_bus.store.trace_records import LiveState
-from tracewire_bus.wire.messages import Block, DeclaredIntervention, Status
+from tracewire_bus.wire.messages import Block, DeclaredIntervention, Probe, Status
 
 from .by_hand import BlockingClient, InlineTracer
 from .portal import Bridge
@@ -807,7 +811,7 @@ class Library(Bridge[AsyncLibrary]):
 
         `arrays` is one array, or a dict of one by layer: a vector `[hidden]`, a subspace's rows `[directions, hidden]`,
         or a probe's weight `[hidden]` or `[outputs, hidden]`. A probe with a bias is a dict of `weight` and `bias`, an
-        autoencoder a dict of arrays by name. `EntryOptions` lists what an entry says.
+        autoencoder a `SparseAutoencoder`, or a dict of arrays by name. `EntryOptions` lists what an entry says.
 
         Raises:
             InvalidEntry: the name, an array or an option is wrong; `field` names it.
@@ -837,6 +841,17 @@ class Library(Bridge[AsyncLibrary]):
             BusUnavailable: Redis does not answer.
         """
         return self._portal.call(partial(self._async.load, name))
+
+    def autoencoder(self, name: str) -> SparseAutoencoder:
+        """The sparse autoencoder of an entry, for `Features` and `SteerFeatures`.
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed, or Redis has lost its arrays.
+            InvalidEntry: the entry is no autoencoder, or its settings are not supported.
+            LibraryMissing: the extra `tracewire[library]` is not installed.
+            BusUnavailable: Redis does not answer.
+        """
+        return self._portal.call(partial(self._async.autoencoder, name))
 
     def list(self, tenant: str = "") -> Listing[LibraryEntry]:
         """All versions that are there, by name and version: those of a `tenant`, then the shared ones."""
@@ -873,6 +888,7 @@ class Server(Bridge[AsyncServer]):
         return self._portal.call(self._async.info)
 
 
+# whole: a method a line of the async client's parts
 class Client(BlockingClient):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
@@ -944,6 +960,100 @@ class Client(BlockingClient):
             TraceEnded: one of the traces was cancelled, expired or failed; a note names its layer and position.
         """
         return self._portal.call(partial(self._async.patch_sweep, model, clean, corrupted, metric=metric, **options))
+
+    def extract(
+        self,
+        model: Model | str,
+        positive: Iterable[PromptInput],
+        negative: Iterable[PromptInput],
+        **options: Unpack[ExtractOptions],
+    ) -> Extraction:
+        """Find the direction between two kinds of prompts at each layer, and choose the layer by cross-validation.
+
+            found = client.extract("demo", code, prose, method="difference_of_means", token="mean")
+            arrays, options = found.entry()
+            client.library.put("code", arrays, **options)
+
+        The engine's activations are harvested: of the last token of each prompt, or the mean over its tokens. `method`
+        is `"difference_of_means"` (the default), `"principal_components"` of the differences between pairs, or
+        `"logistic"`, a logistic probe, for which scikit-learn is needed. The layer with the best AUROC of held-out
+        prompts is chosen; of equal ones, that of the widest separation. `ExtractOptions` lists the options.
+
+        Raises:
+            UnknownModel: no engine serves the model.
+            UnknownOption: a keyword is no option.
+            TraceRejected: an option is wrong, there are fewer prompts than folds, or a prompt failed.
+            HarvestConflict: `to` has a harvest of something else.
+            LibraryMissing: the extra `tracewire[harvest]`, or `[extract]` for a logistic probe, is not installed.
+            TracewireError: a harvest's other errors.
+        """
+        return self._portal.call(partial(self._async.extract, model, positive, negative, **options))
+
+    def strength_sweep(
+        self,
+        model: Model | str,
+        vector: Any,
+        prompts: Iterable[PromptInput],
+        strengths: Iterable[float],
+        *,
+        score: Score,
+        **options: Unpack[StrengthOptions],
+    ) -> StrengthSweep:
+        """Steer each prompt by a vector at several strengths, and score what the model writes.
+
+            sweep = client.strength_sweep("demo", found, prompts, [-20, 0, 20], score=is_code)
+            [(row.strength, row.score, row.perplexity) for row in sweep.rows]
+
+        `vector` is an array, the name of a library's entry, or an `Extraction`. `score` is a function of a text, async
+        or not, or a `Probe`, whose mean over the tokens counts. The perplexity is that of the sampled tokens under the
+        unsteered model, for which each text runs once more as a prompt. `StrengthOptions` lists the options. The first
+        error ends all traces.
+
+        Raises:
+            UnknownModel: no engine serves the model.
+            UnknownOption: a keyword is neither an option nor a sampling param.
+            TraceRejected: an option or the vector is wrong.
+            TraceFailed: one of the traces was cancelled, expired or failed.
+        """
+        return self._portal.call(
+            partial(self._async.strength_sweep, model, vector, prompts, strengths, score=score, **options)
+        )
+
+    def apply_probe(
+        self,
+        probe: Probe,
+        *,
+        harvest: str | PathLike[str] | None = None,
+        traces: Sequence[str] | None = None,
+        saves: str | None = None,
+        concurrency: int = 32,
+    ) -> Sequence[ProbeReading]:
+        """Apply a probe to what was recorded before the probe existed. `probe.weight` may be a name of the library.
+
+            client.apply_probe(Probe("code", "residual(4)", weight="code"), harvest="acts")
+            client.apply_probe(Probe("code", "residual(4)", weight="code"), traces=["a", "b"], saves="stream")
+            client.apply_probe(Probe("code", "residual(4)", weight="code"), traces=["a", "b"])
+
+        - `harvest`: over the activations at `probe.at` in a harvest. No engine is needed.
+        - `traces` and `saves`: over the activations that the traces saved under that name. No engine is needed. The
+          caller sees to it that they are those of `probe.at`.
+        - `traces` alone: each trace's prompt and output run once more as one prompt, without the trace's interventions.
+          So a trace that was steered is read as the unsteered model reads its text.
+
+        The traces must have one prompt and one choice, and Redis must still keep them.
+
+        Raises:
+            TraceRejected: the probe, its weight or a source is wrong.
+            UnknownEntry: the library has no entry of the weight's name.
+            UnknownTrace: a trace is not kept any more.
+            SaveMissing: a trace has no such save.
+            HarvestMissing: there is no harvest.
+        """
+        return self._portal.call(
+            partial(
+                self._async.apply_probe, probe, harvest=harvest, traces=traces, saves=saves, concurrency=concurrency
+            )
+        )
 
     def get_live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.

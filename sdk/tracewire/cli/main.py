@@ -30,6 +30,7 @@ from .doctor import add_doctor
 from .edits import add_edits
 from .engines import add_engines
 from .export import add_export
+from .extract import add_extract
 from .gateway import add_gateway
 from .guard import add_guard
 from .harvest import add_harvest
@@ -161,7 +162,17 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     add_up(commands, parents)
     for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
-    for add in (add_harvest, add_edits, add_library, add_dead, add_audit, add_doctor, add_gateway, add_acl):
+    for add in (
+        add_harvest,
+        add_extract,
+        add_edits,
+        add_library,
+        add_dead,
+        add_audit,
+        add_doctor,
+        add_gateway,
+        add_acl,
+    ):
         add(commands, parents)
     add_guard(commands, parents)
     add_approve(commands, parents)

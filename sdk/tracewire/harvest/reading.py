@@ -146,6 +146,11 @@ class Harvested:
         """The dtype and the shape of a row of each tensor, by name."""
         return {name: (one.dtype, one.shape[1:]) for entry in self._entries for name, one in entry.tensors.items()}
 
+    @property
+    def locations(self) -> dict[str, str]:
+        """The location that each tensor is of, by name: `"residual(3)"`."""
+        return {name: one.location for entry in self._entries for name, one in entry.tensors.items()}
+
     def shards(self) -> Iterator[tuple[Any, dict[str, Array]]]:
         """Each shard as its index, a table of pyarrow, and its tensors `[rows, ...]` by name.
 

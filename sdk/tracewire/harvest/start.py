@@ -69,6 +69,8 @@ async def harvest(
     name = model.name if isinstance(model, ModelHandle) else check_text("model", model)
     # A continued harvest has run before, so its engines may be starting.
     served = await client.models.get(name, timeout=patience if there else 0.0)
+    # A name of the library stands for one version in the whole harvest.
+    declared, _ = await served._session.library.resolve(declared, served)
     plan = _plan(name, whole, declared, given, filters, served, patience)
     head = _head(plan, served, declared, given)
     remarks = {"tracewire": _version()}

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import anyio.to_thread
+
 from tracewire.admin.listing import Listing
 from tracewire.checks import check_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import EntryConflict, InvalidEntry, UnknownEntry
 from tracewire.options import check_names
 from tracewire.traces.library_names import EntryName, parsed
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.store.library import EntryMissing, LibraryFull, NewestDiffers, Stored
 
+from . import autoencoders
 from .entry import EntryOptions, LibraryEntry, checked_message
 
 if TYPE_CHECKING:
@@ -40,7 +44,7 @@ class Library:
 
         `arrays` is one array, or a dict of one by layer: a vector `[hidden]`, a subspace's rows `[directions, hidden]`,
         or a probe's weight `[hidden]` or `[outputs, hidden]`. A probe with a bias is a dict of `weight` and `bias`, an
-        autoencoder a dict of arrays by name. `EntryOptions` lists what an entry says.
+        autoencoder a `SparseAutoencoder`, or a dict of arrays by name. `EntryOptions` lists what an entry says.
 
         Raises:
             InvalidEntry: the name, an array or an option is wrong; `field` names it.
@@ -59,7 +63,11 @@ class Library:
         replacing = options.get("replacing")
         if replacing is not None and (type(replacing) is not int or replacing < 0):
             raise InvalidEntry(name, "replacing", f"expected a version's number, or 0 for none, got {shown(replacing)}")
-        message, own = checked_message(asked.name, arrays, options, self._session.name)
+        given: dict[str, Any] = {**options}
+        if isinstance(arrays, SparseAutoencoder):
+            arrays, said = await anyio.to_thread.run_sync(autoencoders.taken_apart, arrays)
+            given = {**said, **given}
+        message, own = checked_message(asked.name, arrays, given, self._session.name)
         library = self._session.open_bus().library
         with bus_errors():
             try:
@@ -95,6 +103,19 @@ class Library:
                 return {key: (await library.fetch(stored, key)).copy() for key in stored.entry.arrays}
             except EntryMissing as error:
                 raise UnknownEntry(name, f"its arrays are gone: {error}") from None
+
+    async def autoencoder(self, name: str) -> SparseAutoencoder:
+        """The sparse autoencoder of an entry, for `Features` and `SteerFeatures`.
+
+        Raises:
+            UnknownEntry: there is no such entry, or it was removed, or Redis has lost its arrays.
+            InvalidEntry: the entry is no autoencoder, or its settings are not supported.
+            LibraryMissing: the extra `tracewire[library]` is not installed.
+            BusUnavailable: Redis does not answer.
+        """
+        entry = await self.get(name)
+        arrays = await self.load(entry.id)
+        return await anyio.to_thread.run_sync(autoencoders.made, entry, arrays)
 
     def list(self, tenant: str = "") -> Listing[LibraryEntry]:
         """All versions that are there, by name and version: those of a `tenant`, then the shared ones."""

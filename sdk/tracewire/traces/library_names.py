@@ -18,7 +18,7 @@ import msgspec
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import TraceRejected
 from tracewire_bus.store.library import EntryMissing, Stored, is_entry_name, is_space
-from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, Coordinates, Declared, Hold, Probe, Project, Steer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,10 @@ _FIELDS: Final[dict[type, tuple[str, tuple[str, ...]]]] = {
     Steer: ("vector", ("vector",)),
     Clamp: ("direction", ("vector",)),
     Ablate: ("direction", ("vector", "subspace")),
+    Hold: ("vector", ("vector",)),
     Probe: ("weight", ("probe", "vector", "subspace")),
+    Project: ("basis", ("subspace", "vector")),
+    Coordinates: ("basis", ("subspace", "vector")),
 }
 _FORM: Final = "the name of an entry of the library, as 'calm' or 'calm@3'"
 

@@ -241,3 +241,16 @@ async def test_a_trace_is_steered_in_the_middle_of_its_answer(engine: Engine, se
         assert event["first"] == [{"invoke": 0, "choice": 0, "index": 1}]
         assert [(one["by"], one["values"]) for one in event["changes"]] == [("slider", {"alpha": 2.5})]
         assert "".join(chunk.choices[0].text for chunk in chunks) == "one two"
+
+
+async def test_a_name_of_the_library_stands_for_its_array(engine: Engine, served: Served, client: Client) -> None:
+    entry = await client.library.put("calm", VECTOR, at="residual(1)")
+    extension = {"interventions": [{"do": "steer", "at": "residual(1)", "vector": "calm"}]}
+    async with engine(tiny) as scripted, served.openai() as api:
+        await api.completions.create(model="tiny", prompt="x", extra_body={"tracewire": extension})
+        wrong = {"interventions": [{"do": "steer", "at": "residual(2)", "vector": "calm"}]}
+        with pytest.raises(openai.BadRequestError, match="belongs to 'residual"):
+            await api.completions.create(model="tiny", prompt="x", extra_body={"tracewire": wrong})
+    (taken,) = scripted.taken
+    assert taken.interventions[0].vector.tolist() == VECTOR
+    assert taken.library == {"interventions[0].vector": entry.id}

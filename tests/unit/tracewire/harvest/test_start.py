@@ -12,7 +12,7 @@ import pytest
 
 import tracewire
 from tests.support.harvests import reads
-from tracewire import Client, Probe
+from tracewire import Client, Probe, Steer
 from tracewire.blocking import Client as BlockingClient
 
 PROBE = Probe("hs", "residual(*)", positions="all")
@@ -64,6 +64,22 @@ async def test_a_model_that_nobody_serves_and_a_layer_that_there_is_not(
         with pytest.raises(tracewire.TraceRejected, match=r"interventions\[0\].at"):
             await client.harvest("tiny", ["a"], [Probe("a", "residual(9)")], to=tmp_path / "acts")
     assert not (tmp_path / "acts").exists()
+
+
+async def test_a_name_of_the_library_is_one_version_in_a_whole_harvest(
+    client: Client, engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    steered = [Steer("residual(1)", "calm"), PROBE]
+    await client.library.put("calm", [1.0] * 8)
+    async with engine(reads) as serving:
+        await client.harvest("tiny", ["a", "b"], steered, to=tmp_path / "acts")
+        await client.library.put("calm", [2.0] * 8)
+        # What continues a harvest steers by the same vector.
+        with pytest.raises(tracewire.HarvestConflict, match="another interventions"):
+            await client.harvest("tiny", ["a", "b", "c"], steered, to=tmp_path / "acts")
+        first = [Steer("residual(1)", "calm@1"), PROBE]
+        await client.harvest("tiny", ["a", "b", "c"], first, to=tmp_path / "acts")
+    assert [one.interventions[0].vector[0] for one in serving.taken] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("missing", ["pyarrow", "safetensors.numpy", "fsspec"])

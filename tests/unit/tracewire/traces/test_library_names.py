@@ -13,11 +13,14 @@ import pytest
 import tracewire
 from tests.support.bus_engine import Stage, tiny
 from tests.support.scripted_engine import ScriptedEngine, info, serving
-from tracewire import Ablate, Clamp, Client, Live, Probe, Steer, TraceRejected
+from tracewire import Ablate, Clamp, Client, Coordinates, Hold, Live, Probe, Project, Steer, TraceRejected
 from tracewire.traces.library_names import EntryName, layers_of, parsed, space_of
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.library import Library
+from tracewire_bus.store.vectors import Vectors
+from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import Submission
+from tracewire_bus.wire.refs import ArrayRef
 
 Engine = Callable[..., Any]
 
@@ -111,6 +114,9 @@ async def test_each_kind_of_field(client: Client, engine: Engine) -> None:
         Steer("model.layers.1.mlp", "line"),
         Clamp("residual(1)", Live("place"), min=0.0),
         Ablate("model.layers.1.mlp"),
+        Project("residual(1)", "plane"),
+        Coordinates("d", "residual(1)", "line"),
+        Hold("e", "residual(1)", "line", probe="c", target=1.0, min=-5.0, max=5.0),
     ]
     async with engine(taken):
         await run(client, *declared, live={"alpha": 1.0, "place": VECTOR})
@@ -125,7 +131,7 @@ async def test_each_kind_of_field(client: Client, engine: Engine) -> None:
     assert list(one.library) == [
         f"interventions[{at}].{name}"
         for at, name in enumerate(("direction", "weight", "weight", "weight", "vector", "vector", "vector"))
-    ]
+    ] + ["interventions[9].basis", "interventions[10].basis", "interventions[11].vector"]
 
 
 async def test_what_does_not_fit_is_refused_by_its_field(client: Client, engine: Engine) -> None:
@@ -190,6 +196,33 @@ async def test_an_array_is_fetched_from_redis_once(
         for _ in range(3):
             await run(client, Steer("residual(1)", "calm"), Steer("residual(2)", "calm@1"))
     assert fetched == ["vector"]
+
+
+async def test_a_large_array_is_stored_for_engines_once_and_every_trace_refers_to_it(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[ArrayRef] = []
+    write = Vectors._write
+
+    async def noted(self: Vectors, payloads: dict[ArrayRef, bytes]) -> None:
+        written.extend(payloads)
+        await write(self, payloads)
+
+    monkeypatch.setattr(Vectors, "_write", noted)
+    taken = Taken()
+    large = np.random.default_rng(0).standard_normal(2048).astype(np.float32)
+    await client.library.put("large", large)
+    async with engine(taken, hidden_size=2048, schema=schema_text()):
+        for _ in range(3):
+            await run(client, Steer("residual(1)", "large"))
+    refs = [one.interventions[0].vector for one in taken.submissions]
+    assert len(written) == 1
+    assert refs == written * 3
+    # The digest by which engines keep an array is that of the entry.
+    stored = await client._session.open_bus().library.find("", "large")
+    assert stored is not None
+    assert stored.entry is not None
+    assert stored.entry.arrays["vector"].digest == written[0].digest
 
 
 async def test_arrays_that_are_not_used_are_given_up(

@@ -1,0 +1,43 @@
+"""The code of docs/extract.md, on a scripted engine that reads activations, writes, and scores texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.support import ROOT
+from tests.support.bus_engine import BusEngine, Stage, engine_info
+from tests.support.cells import run_page
+from tests.unit.tracewire.extract.test_extraction import activations
+from tracewire_bus.transport.embedded import EmbeddedServer
+
+
+async def plays(stage: Stage) -> None:
+    """Reads activations for a harvest; reads a sequence again; or writes two tokens."""
+    invoke, given = stage.submission.invokes[0], stage.submission.interventions
+    prompt = invoke.prompt or ""
+    ids = invoke.token_ids or [ord(character) for character in prompt]
+    await stage.accept(prompt_token_ids=[ids], prompt_token_strings=[list(prompt)])
+    fields: dict[str, Any] = {}
+    if given and given[0].at == "residual(*)":
+        await stage.save("!", {given[0].name: activations(prompt)}, token_strings=["!"])
+    elif invoke.token_ids is not None:
+        values = {one.name: np.asarray(ids, np.float32) for one in given}
+        await stage.save("!", values)
+        fields["prompt_logprobs"] = [[{}, *({token: (-1.0, 1, "a")} for token in ids[1:])]]
+    else:
+        await stage.save(" a", {"is_code": 1.0})
+        await stage.save("(b)", {"is_code": 2.0})
+    await stage.final(**fields)
+
+
+async def test_the_code_of_the_page_runs() -> None:
+    async with EmbeddedServer.start() as server, BusEngine.running(server.url, "tw", plays, engine_info("demo")):
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        found, saved, rows, readings = await run_page(ROOT / "docs" / "extract.md", scope, redis=server.url)
+        await scope["client"].aclose()
+    assert found.model == "demo"
+    assert saved == [1.0, 2.0]
+    assert [(strength, score) for strength, score, _ in rows] == [(-20, 1), (0, 1), (20, 1)]
+    assert len(readings[0].values) == len("This module") + 2

@@ -1,0 +1,131 @@
+"""`client.strength_sweep` on a scripted engine that writes what its steering says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tracewire
+from tests.support.bus_engine import Stage
+from tracewire import Client, Probe, TraceRejected
+from tracewire.extract.directions import Direction, LayerScore
+from tracewire.extract.extraction import Extraction
+from tracewire.extract.sweep import Strength, StrengthSweep
+
+Engine = Callable[..., Any]
+
+VECTOR = np.linspace(-1, 1, 8, dtype=np.float32)
+LOSS = 0.5
+
+
+class Writes:
+    """A script that writes as many `a` as its strength says, and knows how likely each was."""
+
+    def __init__(self) -> None:
+        self.seeds: list[Any] = []
+        self.again: list[list[int]] = []
+
+    async def __call__(self, stage: Stage) -> None:
+        invoke = stage.submission.invokes[0]
+        if invoke.sampling.get("prompt_logprobs") is not None:
+            ids = invoke.token_ids or []
+            self.again.append(ids)
+            assert not stage.submission.interventions
+            await stage.accept(prompt_token_ids=[ids])
+            await stage.output("!")
+            steps = [{}, *({token: (-LOSS, 1, "a")} for token in ids[1:])]
+            await stage.final(prompt_logprobs=[steps])
+            return
+        self.seeds.append(invoke.sampling["seed"])
+        await stage.accept(prompt_token_ids=[[7, 8]])
+        strength = stage.submission.interventions[0].scale
+        for _ in range(int(strength)):
+            await stage.save("a", {"p": float(strength)})
+        await stage.final()
+
+
+async def test_each_strength_has_its_score_and_its_perplexity(client: Client, engine: Engine) -> None:
+    script = Writes()
+    async with engine(script):
+        await client.models.get("tiny", timeout=30)
+        options: Any = {"at": "residual(1)", "seed": 10}
+        sweep = await client.strength_sweep("tiny", VECTOR, ["x", "y"], [3, 1], score=len, **options)
+    assert [(row.strength, row.score, row.scores) for row in sweep.rows] == [(3, 3, [3, 3]), (1, 1, [1, 1])]
+    assert [row.texts for row in sweep.rows] == [["aaa", "aaa"], ["a", "a"]]
+    assert all(row.perplexity == pytest.approx(math.exp(LOSS)) for row in sweep.rows)
+    # Each prompt has one seed, whatever the strength.
+    assert sorted(script.seeds) == [10, 10, 11, 11]
+    assert sorted(map(len, script.again)) == [3, 3, 5, 5]
+    assert sweep.best().strength == 3
+    assert "perplexity" in sweep._repr_svg_()
+
+
+async def test_a_probe_or_an_async_function_scores(client: Client, engine: Engine) -> None:
+    async def score(text: str) -> float:
+        return -len(text)
+
+    one = Direction(VECTOR, 0.0, 1.0, VECTOR, 0.0)
+    found = Extraction("tiny", "m", "residual(2)", 2, one, [LayerScore(2, "residual(2)", 1, 1, 1, 1)], {}, {})
+    script = Writes()
+    async with engine(script):
+        await client.models.get("tiny", timeout=30)
+        by_probe = await client.strength_sweep(
+            "tiny", found, ["x"], [2, 4], score=Probe("p", "residual(3)", reduce="norm"), perplexity=False
+        )
+        by_function = await client.strength_sweep("tiny", found, ["x"], [2], score=score, perplexity=False)
+    assert [row.score for row in by_probe.rows] == [2, 4]
+    assert math.isnan(by_probe.rows[0].perplexity)
+    assert "perplexity" not in by_probe.plot()
+    assert by_function.rows[0].score == -2
+    assert script.again == []
+
+
+async def test_a_vector_of_the_library_is_named(client: Client, engine: Engine) -> None:
+    await client.library.put("calm", VECTOR, at="residual(1)")
+    async with engine(Writes()):
+        await client.models.get("tiny", timeout=30)
+        sweep = await client.strength_sweep("tiny", "calm", ["x"], [2], score=len, at="residual(1)", perplexity=False)
+    assert sweep.rows[0].score == 2
+
+
+def test_the_best_is_that_of_a_bearable_perplexity() -> None:
+    rows = [Strength(1.0, 0.5, [0.5], 2.0, ["a"]), Strength(2.0, 0.9, [0.9], 50.0, ["b"])]
+    assert StrengthSweep(rows).best(10).strength == 1
+    with pytest.raises(ValueError, match="at most 1"):
+        StrengthSweep(rows).best(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"strengths": []}, "strengths"),
+        ({"prompts": []}, "prompts"),
+        ({"score": "good"}, "score"),
+        ({"at": None}, "at"),
+        ({"vector": "nope"}, "interventions[0].vector"),
+    ],
+)
+async def test_what_cannot_be_swept(client: Client, engine: Engine, changes: dict[str, Any], field: str) -> None:
+    given: dict[str, Any] = {"vector": VECTOR, "prompts": ["x"], "strengths": [1], "score": len, "at": "residual(1)"}
+    given |= changes
+    positional = [given.pop(name) for name in ("vector", "prompts", "strengths")]
+    async with engine(Writes()):
+        await client.models.get("tiny", timeout=30)
+        try:
+            await client.strength_sweep("tiny", *positional, **given)
+        except TraceRejected as error:
+            refused = error
+        except BaseExceptionGroup as group:
+            (found,) = group.exceptions
+            assert isinstance(found, TraceRejected)
+            refused = found
+    assert refused.field == field
+
+
+async def test_an_unknown_option_is_named(client: Client) -> None:
+    with pytest.raises(tracewire.UnknownOption, match="perplexity"):
+        await client.strength_sweep("tiny", VECTOR, ["x"], [1], score=len, perplexities=True)  # type: ignore[call-arg]
