@@ -1103,6 +1103,11 @@ class Client(BlockingClient):
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
                 reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
+            schedule: changes of live parameters that are part of the trace, by the index of the sampled token from
+                which on each holds, for all prompts and choices: `{20: {"alpha": 8.0}}`. `Steered` events tell them.
+            forced_tokens: the first tokens of the output, in place of those that the model samples there (with several
+                prompts, a list for each). The model goes on from them, and a seed's later draws stay the same. Log
+                probabilities at these tokens are those of the drawn ones.
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:
