@@ -272,8 +272,8 @@ class VllmEngine:
         if extra_args:
             extra_args |= _live_arguments(submission, index, run)
             self._bound_traced(len(token_ids), where)
-            # A token served from the prefix cache runs no forward pass, and a block would not see it. Edited activations
-            # end up in the KV cache, and must serve no other request.
+            # A token served from the prefix cache runs no forward pass, and a block would not see it. Edited
+            # activations end up in the KV cache, and must serve no other request.
             params.skip_reading_prefix_cache, prompt["cache_salt"] = True, submission.trace
         # By themselves, given tokens change nothing that another request could see.
         params.extra_args = extra_args | ({FORCED_ARG: invoke.forced_tokens} if invoke.forced_tokens else {}) or None
