@@ -61,6 +61,10 @@ from tracewire.traces.output import (
     Steered,
     Waiting,
 )
+from tracewire.traces.recorder.comparing import ChoiceDifference, TokenDifference, ValueDifference
+from tracewire.traces.recorder.fan import Fan, FanStep
+from tracewire.traces.recorder.recording import Recording, Steering
+from tracewire.traces.recorder.replaying import Replay
 from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Choice, Invoke, Result, Saves, State
 from tracewire.traces.subscription import Subscription
@@ -131,6 +135,7 @@ from .errors import (
     InvalidEdit,
     InvalidEntry,
     InvalidKey,
+    InvalidRecording,
     InvalidRequestError,
     InvalidRules,
     InvalidUrl,
@@ -212,6 +217,7 @@ __all__ = [
     "Change",
     "ChatMessage",
     "Choice",
+    "ChoiceDifference",
     "Clamp",
     "Client",
     "ClientClosed",
@@ -244,6 +250,8 @@ __all__ = [
     "EntryOptions",
     "Event",
     "EventsLost",
+    "Fan",
+    "FanStep",
     "Features",
     "Final",
     "FirstToken",
@@ -263,6 +271,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidEntry",
     "InvalidKey",
+    "InvalidRecording",
     "InvalidRequestError",
     "InvalidRules",
     "InvalidUrl",
@@ -302,7 +311,9 @@ __all__ = [
     "Project",
     "Prompt",
     "PromptInput",
+    "Recording",
     "RedisMemory",
+    "Replay",
     "Restarted",
     "Result",
     "Resumed",
@@ -322,6 +333,7 @@ __all__ = [
     "SteerFeatures",
     "SteerRejected",
     "Steered",
+    "Steering",
     "StopWhen",
     "StoreFull",
     "StoreRefused",
@@ -329,6 +341,7 @@ __all__ = [
     "Subscription",
     "SweepOptions",
     "TextChanged",
+    "TokenDifference",
     "TokenizerUnavailable",
     "TooManyChanges",
     "TooManyEdits",
@@ -360,6 +373,7 @@ __all__ = [
     "UnknownWatchGroup",
     "UntransportableVariable",
     "UnverifiedFinal",
+    "ValueDifference",
     "ValueMissing",
     "Values",
     "VersionConflict",

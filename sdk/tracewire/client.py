@@ -29,6 +29,7 @@ from tracewire_bus.wire.messages import Block, DeclaredIntervention
 from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .client_control import ControlMethods
 from .client_keys import proofs_of
+from .client_recorder import RecorderMethods
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition
 from .experiments import Experiments
 from .options import HarvestOptions, TraceOptions
@@ -113,7 +114,7 @@ def _address(url: str | None) -> str:
     return address
 
 
-class Client(ControlMethods, Experiments):
+class Client(ControlMethods, RecorderMethods, Experiments):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         async with tracewire.Client(url) as client: ...
