@@ -65,6 +65,10 @@ from tracewire.traces.output import (
     Steered,
     Waiting,
 )
+from tracewire.traces.recorder.comparing import ChoiceDifference, TokenDifference, ValueDifference
+from tracewire.traces.recorder.fan import Fan, FanStep
+from tracewire.traces.recorder.recording import Recording, Steering
+from tracewire.traces.recorder.replaying import Replay
 from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Choice, Invoke, Result, Saves, State
 from tracewire.traces.subscription import Subscription
@@ -135,6 +139,7 @@ from .errors import (
     InvalidEdit,
     InvalidEntry,
     InvalidKey,
+    InvalidRecording,
     InvalidRequestError,
     InvalidRules,
     InvalidUrl,
@@ -216,6 +221,7 @@ __all__ = [
     "Change",
     "ChatMessage",
     "Choice",
+    "ChoiceDifference",
     "Clamp",
     "Client",
     "ClientClosed",
@@ -250,6 +256,8 @@ __all__ = [
     "EventsLost",
     "ExtractOptions",
     "Extraction",
+    "Fan",
+    "FanStep",
     "Features",
     "Final",
     "FirstToken",
@@ -269,6 +277,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidEntry",
     "InvalidKey",
+    "InvalidRecording",
     "InvalidRequestError",
     "InvalidRules",
     "InvalidUrl",
@@ -310,7 +319,9 @@ __all__ = [
     "Project",
     "Prompt",
     "PromptInput",
+    "Recording",
     "RedisMemory",
+    "Replay",
     "Restarted",
     "Result",
     "Resumed",
@@ -330,6 +341,7 @@ __all__ = [
     "SteerFeatures",
     "SteerRejected",
     "Steered",
+    "Steering",
     "StopWhen",
     "StoreFull",
     "StoreRefused",
@@ -339,6 +351,7 @@ __all__ = [
     "Subscription",
     "SweepOptions",
     "TextChanged",
+    "TokenDifference",
     "TokenizerUnavailable",
     "TooManyChanges",
     "TooManyEdits",
@@ -370,6 +383,7 @@ __all__ = [
     "UnknownWatchGroup",
     "UntransportableVariable",
     "UnverifiedFinal",
+    "ValueDifference",
     "ValueMissing",
     "Values",
     "VersionConflict",

@@ -29,6 +29,7 @@ from tracewire_bus.wire.messages import Block, DeclaredIntervention
 from .checks import Duration, check_limit, check_seconds, check_text, shown
 from .client_control import ControlMethods
 from .client_keys import proofs_of
+from .client_recorder import RecorderMethods
 from .errors import AlreadyEntered, InvalidUrl, UnknownPosition
 from .experiments import Experiments
 from .options import HarvestOptions, TraceOptions
@@ -113,7 +114,7 @@ def _address(url: str | None) -> str:
     return address
 
 
-class Client(ControlMethods, Experiments):
+class Client(ControlMethods, RecorderMethods, Experiments):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
 
         async with tracewire.Client(url) as client: ...
@@ -298,6 +299,11 @@ class Client(ControlMethods, Experiments):
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
                 reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
+            schedule: changes of live parameters that are part of the trace, by the index of the sampled token from
+                which on each holds, for all prompts and choices: `{20: {"alpha": 8.0}}`. `Steered` events tell them.
+            forced_tokens: the first tokens of the output, in place of those that the model samples there (with several
+                prompts, a list for each). The model goes on from them, and a seed's later draws stay the same. Log
+                probabilities at these tokens are those of the drawn ones.
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:

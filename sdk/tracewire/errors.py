@@ -47,6 +47,7 @@ __all__ = [
     "InvalidEdit",
     "InvalidEntry",
     "InvalidKey",
+    "InvalidRecording",
     "InvalidRequestError",
     "InvalidRules",
     "InvalidUrl",
@@ -727,6 +728,14 @@ class TokenizerUnavailable(NotFoundError):
 
 class BlockOnly(InvalidRequestError, AttributeError):
     """The attribute or function exists only inside a block, which the engine runs."""
+
+
+class InvalidRecording(InvalidRequestError):
+    """A file is no recording of a trace, or is damaged, or a recording cannot be run again. `path` names the file."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
 
 
 class InvalidRules(InvalidRequestError):

@@ -124,6 +124,10 @@ class TraceOptions(SamplingOptions, ChatOptions, total=False):
     token_strings: bool
     """Whether the engine sends a string with each token id."""
     on_lag: Literal["hold", "thin", "spill"]
+    schedule: Mapping[int, Mapping[str, Any]] | None
+    """Changes of live parameters by the index of the sampled token from which on they hold: `{20: {"alpha": 8.0}}`."""
+    forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None
+    """The first tokens of the output, in place of those that the model samples; with `prompts=`, a list for each."""
     by: str | None
     """The name under which the trace is submitted, in place of the client's: engines serve these names in turns."""
 

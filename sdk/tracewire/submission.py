@@ -28,6 +28,7 @@ from .errors import TraceRejected, UntransportableVariable
 from .media import packed_media
 from .options import SamplingOptions, TraceOptions, check_names
 from .plain_values import plain
+from .planned import check_planned, planned_tokens, scheduled_changes
 
 __all__ = [
     "Prompt",
@@ -101,6 +102,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     token_strings: bool = False
     on_lag: Literal["hold", "thin", "spill"] = "hold"
     by: str | None = None
+    schedule: Mapping[int, Mapping[str, Any]] | None = None
+    forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
     #: The options about chats that were given, by name.
     chat: dict[str, Any] = {}
 
@@ -159,7 +162,8 @@ def make_submission(
     for one in (whole, *(invoke.block for invoke in invokes)):
         if one is not None:
             _check_live(one, live)
-    return Submission(
+    planned_tokens(invokes, options.forced_tokens)
+    made = Submission(
         trace=checked_trace_id(options.trace_id),
         model=_checked_model_name(model),
         invokes=invokes,
@@ -175,7 +179,10 @@ def make_submission(
         shared=packed,
         token_strings=options.token_strings,
         on_lag=_choice("on_lag", options.on_lag, "hold", "thin", "spill"),
+        schedule=scheduled_changes(options.schedule),
     )
+    check_planned(made)
+    return made
 
 
 def checked_trace_id(trace_id: Any) -> str:

@@ -58,7 +58,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         traceback="Traceback",
         builtin="ValueError",
     )
-    versions = Versions(tracewire="0.1.0", vllm="0.32.0", nnsight="0.8.1", torch="2.13.0")
+    versions = Versions(tracewire="0.1.0", vllm="0.32.0", nnsight="0.8.1", torch="2.13.0", weights="ab" * 16)
     event: dict[str, Any] = {"attempt": 2, "seq": 7}
     accepted = messages.Accepted(
         **event,
@@ -126,7 +126,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         model="m",
         invokes=[
             Invoke(prompt="a", sampling={"max_tokens": 3, "stop": ["\n"]}),
-            Invoke(token_ids=[1, 2], edits=["calm"]),
+            Invoke(token_ids=[1, 2], edits=["calm"], forced_tokens=[3, 4]),
             Invoke(messages=[{"role": "user", "content": "hi"}]),
             Invoke(
                 chat=messages.Chat(
@@ -161,6 +161,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         detach=True,
         client="c",
         context={"traceparent": "00"},
+        schedule=[messages.ScheduledChange(index=3, values=pack({"alpha": 1.5}), invoke=1, choice=0, by="c")],
         interventions=[
             Probe(
                 name="p",

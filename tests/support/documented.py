@@ -87,6 +87,7 @@ RUN_BY = {
     ),
     "tracewire engine MODEL --url redis://localhost --tracing": "tests/e2e/serving/test_spans.py::*",
     "tracewire gateway --new-key": _CLI + "gateway.py::test_a_new_key_can_be_used",
+    "tracewire record": _CLI + "record.py::test_a_trace_is_recorded_shown_and_run_again",
     "tracewire guard": _CLI + "guard.py::test_decisions_are_printed",
     "python -m benchmarks.guards": _BENCHMARKS + "guards",
     "tracewire harvest": "tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",
@@ -168,6 +169,7 @@ CODE_RUN_BY = {
     "docs/howto/typing.md": (_HOWTO + "a_page_of_cells", _ENGINE + "a_typed_block"),
     "docs/nnsight.md": (_ENGINE + "the_code_of_nnsight_s_page",),
     "docs/patching.md": ("tests/e2e/tracing/test_patching.py::test_the_code_of_the_page_runs",),
+    "docs/recorder.md": ("tests/e2e/tracing/test_recorder.py::test_the_code_of_the_page_runs",),
     "docs/tutorial.md": (_HOWTO + "the_tutorial", _ENGINE + "the_tutorial_finds_a_direction_and_steers_along_it"),
 }
 

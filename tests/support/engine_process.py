@@ -83,9 +83,16 @@ def check_expected() -> None:
 
 
 class EngineProcess:
-    """A running `tracewire engine demo` and its log."""
+    """A running `tracewire engine MODEL` and its log."""
 
-    def __init__(self, url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+        model: str = "demo",
+    ) -> None:
         check_expected()
         if not url.startswith("unix:") and "--code" not in options:
             # A Redis that the test has started itself is not known to be private to this user.
@@ -100,7 +107,7 @@ class EngineProcess:
                 "-m",
                 "tracewire.cli",
                 "engine",
-                "demo",
+                model,
                 "--url",
                 url,
                 *runner_options(),
@@ -145,10 +152,10 @@ class EngineProcess:
 
 @contextmanager
 def started_engine(
-    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None, model: str = "demo"
 ) -> Iterator[EngineProcess]:
     """An engine on its way, stopped on the way out whatever happened; nothing of it may be left."""
-    engine = EngineProcess(url, folder, *options, environment=environment)
+    engine = EngineProcess(url, folder, *options, environment=environment, model=model)
     try:
         yield engine
     finally:
@@ -160,10 +167,10 @@ def started_engine(
 
 @contextmanager
 def running_engine(
-    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    url: str, folder: Path, *options: str, environment: Mapping[str, str] | None = None, model: str = "demo"
 ) -> Iterator[EngineProcess]:
     """Likewise, but one that serves."""
-    with started_engine(url, folder, *options, environment=environment) as engine:
+    with started_engine(url, folder, *options, environment=environment, model=model) as engine:
         engine.wait_ready()
         yield engine
 

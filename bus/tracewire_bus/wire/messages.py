@@ -87,6 +87,7 @@ __all__ = [
     "Restarted",
     "Resumed",
     "SaveDelta",
+    "ScheduledChange",
     "Set",
     "Snapshot",
     "Status",
@@ -104,9 +105,9 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 4)
+SCHEMA: tuple[int, int] = (2, 5)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
-REQUEST_SCHEMA: tuple[int, int] = (1, 7)
+REQUEST_SCHEMA: tuple[int, int] = (1, 8)
 
 PathKey: TypeAlias = Any
 """One step of a path into a saved value: a list's index, or a dict's key (str, int, float, bool, bytes or None)."""
@@ -314,6 +315,7 @@ class Invoke(Message):
     `sampling` holds fields of vLLM's `SamplingParams` by name, plain values only. `edits` and `block`, where given,
     replace those of the submission. `lora` names a LoRA adapter of the engine. `media` is a packed dict: under `image`,
     a list of uint8 arrays `[height, width, 3]` in the order of the placeholders in the text or token ids.
+    `forced_tokens` are the first tokens of each choice, in place of those that the model samples there.
     """
 
     prompt: str | None = None
@@ -325,6 +327,22 @@ class Invoke(Message):
     lora: str | None = None
     media: bytes = NO_MEDIA
     chat: Chat | None = None
+    forced_tokens: list[int] = []
+
+
+class ScheduledChange(Message):
+    """A change of live parameters that is part of the submission: it holds from one token of a choice on.
+
+    `index` is the token's index among the sampled tokens of the choice: the step that samples it is the first with the
+    new values. `values` is the packed dict of the values by name. `invoke` and `choice` limit the change to one prompt
+    or one choice; `None` is all of them. `by` is whom a `Steered` event names as the author.
+    """
+
+    index: int
+    values: bytes
+    invoke: int | None = None
+    choice: int | None = None
+    by: str = ""
 
 
 class Submission(Message):
@@ -345,7 +363,9 @@ class Submission(Message):
     says what the engine does while Redis takes the trace's events more slowly than it makes them (`Lagging`).
     `context` is the W3C trace context of the submitter's OpenTelemetry span: `traceparent`, and `tracestate` if there
     is one. Engines ignore other fields of it. `library` has the version of each entry of the library that a field of
-    the interventions named, by that field. The field has the entry's array.
+    the interventions named, by that field. The field has the entry's array. `schedule` are changes of the live
+    parameters at given tokens. For one choice they apply in the order of their tokens, and those at one token in the
+    order given.
     """
 
     trace: str
@@ -366,6 +386,7 @@ class Submission(Message):
     token_strings: bool = False
     on_lag: Literal["hold", "thin", "spill"] = "hold"
     library: dict[str, str] = {}
+    schedule: list[ScheduledChange] = []
 
 
 # --- standing interventions -------------------------------------------------------------------------------------------
@@ -480,12 +501,16 @@ class Event(Message, array_like=True):
 
 
 class Versions(Message):
-    """Versions of the packages that an engine runs."""
+    """Versions of the packages that an engine runs, and a digest of its model (`""` if the engine cannot tell).
+
+    `weights` covers what `model_digest.py` of the engine says: files in full or by samples.
+    """
 
     tracewire: str = ""
     vllm: str = ""
     nnsight: str = ""
     torch: str = ""
+    weights: str = ""
 
 
 class Accepted(Event, tag="accepted"):

@@ -116,6 +116,11 @@ class LiveTrace:
         return change.values
 
     @property
+    def told_version(self) -> int:
+        """The version up to which the stream has reported all changes."""
+        return self._unpublished[0][0] - 1 if self._unpublished else self.version
+
+    @property
     def outstanding(self) -> bool:
         """Whether the workers were sent a change whose first step they have not reported."""
         return self.sent > self.applied

@@ -57,6 +57,7 @@ from .pending import PendingRecords, ReportMissing
 from .report_router import ReportRouter
 from .retention import Retention
 from .running_request import RunningRequest
+from .scheduled_notes import ScheduledNotes
 from .shared_saves import SharedSaves
 from .standing_edits import RequestEdits, StandingEdits
 from .trace_end import TraceEnd
@@ -170,7 +171,7 @@ class TraceRun:
         self._stops = _stops(submission)
         #: Finds the strings of tokens, if the submission asks for them.
         self._strings = self._engine.token_strings if submission.token_strings else None
-        self.live = attempt.live
+        self.live, self._scheduled = attempt.live, ScheduledNotes(submission.schedule)
         if self.live is not None:
             self.live.on_applied = self._applied
         #: The lease on which the trace depends; empty if it depends on none.
@@ -479,6 +480,8 @@ class TraceRun:
         request.take(choice)
         if not token_ids and not choice.text and finish_reason is None:
             return
+        for note in self._scheduled.due(request.invoke, choice.index, first + len(token_ids), self.live):
+            await self._append(note)
         await self._append(request.output(choice, first, steps, self._strings, sampled_at))
 
     async def _conclude(self) -> None:

@@ -18,6 +18,7 @@ from tracewire_bus.domain.code_identity import code_hash
 from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import MAX_LIVE_VALUES, LimitExceeded, check_size, check_submission, measure
+from tracewire_bus.domain.schedule_checks import ScheduleError, check_plan
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.live_values import LiveError, unpack_live
@@ -164,6 +165,10 @@ class Validator:
             unpack_live(submission.live)
         except LiveError as error:
             raise Rejection(f"live.{error.name}" if error.name else "live", error.message) from error
+        try:
+            check_plan(submission, self._info.vocabulary)
+        except ScheduleError as error:
+            raise Rejection(error.field, error.message) from error
         try:
             shared = unpack(submission.shared)
         except ValueError as error:

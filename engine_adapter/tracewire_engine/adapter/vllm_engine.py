@@ -29,14 +29,17 @@ from tracewire_engine.protocol.keys import (
     DECLARED_ARG,
     EDITS_ARG,
     END_ARG,
+    FORCED_ARG,
     LIVE_ARG,
     PERMIT_ARG,
     RESULT_ARG,
     RUN_ARG,
+    SCHEDULE_ARG,
     SHARED_ARG,
     TRACE_ARG,
 )
 from tracewire_engine.protocol.messages import Changes, Report
+from tracewire_engine.protocol.schedule import encode_schedule
 
 from .chats import ChatOptions, Chats, RenderedChat
 from .engine_api import Carrier, Choice, EngineLost, Outputs, Prepared, Rejection
@@ -188,6 +191,14 @@ class _Carrier:
             pass
 
 
+def _live_arguments(submission: Submission, index: int, run: str) -> dict[str, Any]:
+    """The arguments of one prompt's requests about live parameters."""
+    if submission.live == _NONE_LIVE:
+        return {}
+    schedule = encode_schedule(submission.schedule, index)
+    return {LIVE_ARG: submission.live, RUN_ARG: run} | ({} if schedule is None else {SCHEDULE_ARG: schedule})
+
+
 class VllmEngine:
     """The `Engine` of an `AsyncLLM`. A call of vLLM may take `patience_s` seconds; then the engine counts as lost.
 
@@ -259,14 +270,13 @@ class VllmEngine:
         }
         extra_args: dict[str, Any] = {name: value for name, value in extra.items() if value is not None}
         if extra_args:
-            if submission.live != _NONE_LIVE:
-                extra_args[LIVE_ARG], extra_args[RUN_ARG] = submission.live, run
+            extra_args |= _live_arguments(submission, index, run)
             self._bound_traced(len(token_ids), where)
-            # A token served from the prefix cache runs no forward pass, and a block would not see it.
-            params.skip_reading_prefix_cache = True
-            # Edited activations end up in the KV cache, and must serve no other request.
-            prompt["cache_salt"] = submission.trace
-        params.extra_args = extra_args or None
+            # A token served from the prefix cache runs no forward pass, and a block would not see it. Edited
+            # activations end up in the KV cache, and must serve no other request.
+            params.skip_reading_prefix_cache, prompt["cache_salt"] = True, submission.trace
+        # By themselves, given tokens change nothing that another request could see.
+        params.extra_args = extra_args | ({FORCED_ARG: invoke.forced_tokens} if invoke.forced_tokens else {}) or None
         # No other object uses these params, so vLLM need not copy them.
         params.output_kind, params.skip_clone = RequestOutputKind.DELTA, True
         return Prepared(

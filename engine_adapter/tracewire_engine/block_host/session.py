@@ -113,6 +113,9 @@ class _NoDeclared:
     def __init__(self) -> None:
         self.live: dict[str, Any] = {}
 
+    def update_live(self, run: Any) -> None:
+        """No request has any."""
+
     def pop(self, request: str) -> None:
         """No request has any."""
 
@@ -170,8 +173,9 @@ class Session:
             if one.reserved and one.id in requests.traced:
                 requests.traced[one.id].tracker.reserved = frozenset(one.reserved)
         requests.scope(self.model, [(name, tokens) for name, tokens, _ in began.spans])
-        interleaver.handle(LIVE, None)
         indices = {name: index for name, _, index in began.spans}
+        requests.advance(indices)
+        interleaver.handle(LIVE, None)
         for request_id, progress in requests.traced.items():
             progress.index = indices.get(request_id, -1)
 

@@ -53,6 +53,7 @@ from tracewire_engine.protocol.keys import (
     WORKER_PATIENCE,
 )
 
+from .model_digest import weights_digest
 from .parent_death import ADAPTER_PID
 
 __all__ = [
@@ -439,6 +440,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         queue_limit: how many submissions may wait for the model; 0 for any number.
     """
     config = model.vllm_entrypoint.model_config
+    digest = weights_digest(config, str(model.vllm_entrypoint.vllm_config.load_config.load_format))
     module: torch.nn.Module = model._module
     layers = find_layers(module.named_modules(), getattr(config.hf_text_config, "num_hidden_layers", 0))
     attributes: dict[str, set[str]] = {}
@@ -466,7 +468,7 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         modules=modules,
         attributes={kind: sorted(names) for kind, names in attributes.items()},
         sources=sources,
-        versions=versions(),
+        versions=msgspec.structs.replace(versions(), weights=digest),
         schema=schema_text(),
         capacity=capacity,
         queue_limit=queue_limit,

@@ -16,6 +16,7 @@ __all__ = [
     "DECLARED_ARG",
     "EDITS_ARG",
     "END_ARG",
+    "FORCED_ARG",
     "KEPT_BYTES",
     "LINK_ADDRESS",
     "LIVE_ARG",
@@ -24,6 +25,7 @@ __all__ = [
     "RAY_CLUSTER",
     "RESULT_ARG",
     "RUN_ARG",
+    "SCHEDULE_ARG",
     "SHARED_ARG",
     "STEP_TOKENS",
     "TRACE_ARG",
@@ -43,6 +45,10 @@ DECLARED_ARG = "tracewire_declared"
 LIVE_ARG = "tracewire_live"
 #: The name of its run, to which the live parameters belong.
 RUN_ARG = "tracewire_run"
+#: The scheduled changes of its live parameters: an encoded list of `Scheduled` (`worker/blocks/live_schedule.py`).
+SCHEDULE_ARG = "tracewire_schedule"
+#: The first tokens of each choice, in place of the sampled ones: a list of token ids.
+FORCED_ARG = "tracewire_forced"
 #: The blocks of standing interventions: an encoded list of `EditBlock`.
 EDITS_ARG = "tracewire_edits"
 #: The values that the trace's blocks share: an encoded `SharedValues`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tracewire_bus.wire.messages import Failure
@@ -11,10 +11,12 @@ from tracewire_engine.protocol.keys import (
     DECLARED_ARG,
     EDITS_ARG,
     END_ARG,
+    FORCED_ARG,
     LIVE_ARG,
     PERMIT_ARG,
     RESULT_ARG,
     RUN_ARG,
+    SCHEDULE_ARG,
     SHARED_ARG,
     TRACE_ARG,
 )
@@ -22,7 +24,7 @@ from tracewire_engine.protocol.permits import NoPermit
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.encoder_guard import refuse_encoders
 from tracewire_engine.worker.blocks.failures import failure_of
-from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
+from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns, ScheduledRun
 from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.request_result import RequestResults
 from tracewire_engine.worker.blocks.shared_values import SharedRuns
@@ -44,7 +46,7 @@ __all__ = ["RequestProgress", "TracedRequests", "extra_arguments"]
 
 
 #: The arguments that a host of blocks is given.
-_HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, PERMIT_ARG, RESULT_ARG, RUN_ARG, SHARED_ARG}
+_HOSTED = {BLOCK_ARG, EDITS_ARG, END_ARG, LIVE_ARG, PERMIT_ARG, RESULT_ARG, RUN_ARG, SCHEDULE_ARG, SHARED_ARG}
 
 
 class RequestProgress:
@@ -101,6 +103,10 @@ class TracedRequests(RequestBook):
         self.live = live
         #: By the scheduler's request id, the name of the run of each request that has live parameters.
         self.runs: dict[str, str] = {}
+        #: By the scheduler's request id, the live parameters of each request that has scheduled changes.
+        self.scheduled: dict[str, ScheduledRun] = {}
+        #: By the scheduler's request id, the first tokens of each request that has some in place of the sampled ones.
+        self.forced: dict[str, list[int]] = {}
         self.budget = budget
         self.traced: dict[str, RequestProgress] = {}
         self.shared_runs = SharedRuns(blocks.device, budget)
@@ -129,6 +135,8 @@ class TracedRequests(RequestBook):
                     mediator.name(f"{request.engine_id}/{request.index}/{name}")
 
     def _take(self, request_id: str, arguments: dict[str, Any]) -> None:
+        if FORCED_ARG in arguments:
+            self.forced[request_id] = arguments[FORCED_ARG]
         block, edits = arguments.get(BLOCK_ARG), arguments.get(EDITS_ARG)
         request = Request(request_id) if edits is None else EditedRequest(request_id)
         try:
@@ -193,7 +201,11 @@ class TracedRequests(RequestBook):
         if run is None or packed is None:
             return LiveRun("")
         self.runs[request_id] = run
-        return self.live.join(run, packed, request_id, request.engine_id, request.index)
+        joined = self.live.join(run, packed, request_id, request.engine_id, request.index)
+        if (schedule := arguments.get(SCHEDULE_ARG)) is None:
+            return joined
+        own = self.scheduled[request_id] = self.live.schedule(run, request_id, schedule)
+        return own
 
     def steer(self, changes: bytes) -> None:
         """Take changes of live parameters (`encode_changes`), and forget the runs that are over."""
@@ -202,8 +214,19 @@ class TracedRequests(RequestBook):
         if self.hosts is not None:
             self.hosts.steer(changes)
 
+    def advance(self, indices: Mapping[str, int]) -> None:
+        """Put scheduled changes into effect, for the requests of a step with the index of the token that each samples.
+
+        The step's blocks and declared interventions are to read live parameters after this.
+        """
+        for request_id, own in self.scheduled.items():
+            if request_id in indices and own.advance(indices[request_id]):
+                self.declared.update_live(own)
+
     def leave(self, request_id: str) -> None:
         """Remove a request that is over from its run of live parameters."""
+        self.scheduled.pop(request_id, None)
+        self.forced.pop(request_id, None)
         run = self.runs.pop(request_id, None)
         if run is not None:
             self.live.leave(run, request_id)

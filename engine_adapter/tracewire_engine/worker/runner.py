@@ -22,7 +22,7 @@ vLLM's runner calls the methods below at these points of a step, in this order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -121,6 +121,7 @@ class TracewireRunner(RunnerParts):
         book, states, model = self.tracewire_requests, self.request_states(), self.nnsight_model
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         pipeline = self.tracewire_pipeline
+        self._follow_plans(scheduled, order, states)
         if book.requests:
             book.refuse_cut(scheduled, states)
             book.scope(model, [(request_id, scheduled[request_id]) for request_id in order])
@@ -153,6 +154,21 @@ class TracewireRunner(RunnerParts):
                 model.interleaver.reindex()
         # vLLM runs a step without tokens when no request is left, so no later step would send the waiting reports.
         self.tracewire_reporter.send(wait=not scheduler_output.total_num_scheduled_tokens)
+
+    def _follow_plans(self, scheduled: dict[str, int], order: list[str], states: Mapping[str, Any]) -> None:
+        """Put the scheduled changes of the step into effect, and find the rows whose tokens are given."""
+        book = self.tracewire_requests
+        self.tracewire_forced = []
+        if not book.scheduled and not book.forced:
+            return
+        planned = book.scheduled.keys() | book.forced.keys()
+        indices = {name: _token_index(states[name], scheduled[name]) for name in order if name in planned}
+        book.advance(indices)
+        self.tracewire_forced = [
+            (row, tokens[indices[name]])
+            for row, name in enumerate(order)
+            if (tokens := book.forced.get(name)) is not None and 0 <= indices[name] < len(tokens)
+        ]
 
     def _leave_blocks(self, scheduler_output: Any) -> None:
         """Copy the KV blocks of traced requests that were just preempted, and zero those that traced requests left.
@@ -220,7 +236,7 @@ class TracewireRunner(RunnerParts):
         Args:
             stepped: whether logits were computed here: not on the earlier stages of a pipeline.
         """
-        self.tracewire_unwatched = stepped and self._skip_sampling_phases()
+        self.tracewire_unwatched = stepped and not self.tracewire_forced and self._skip_sampling_phases()
 
     def serve_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Serve the logits `[requests, vocabulary]` to blocks, and return those from which the model shall sample."""
@@ -234,7 +250,14 @@ class TracewireRunner(RunnerParts):
         return served.clone() if self.tracewire_requests.requests else served
 
     def serve_samples(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Serve the sampled token ids `[requests, 1]` to blocks, and return those with which the model goes on."""
+        """Serve the sampled token ids `[requests, 1]` to blocks, and return those with which the model goes on.
+
+        Where a request's submission gives the token of this step, blocks are served that one.
+        """
+        if self.tracewire_forced:
+            rows, tokens = zip(*self.tracewire_forced, strict=True)
+            given = torch.tensor(tokens, dtype=drawn.dtype, device=drawn.device)
+            drawn = drawn.index_copy(0, torch.tensor(rows, device=drawn.device), given.unsqueeze(1))
         result = drawn
         if self.tracewire_unwatched:
             return result

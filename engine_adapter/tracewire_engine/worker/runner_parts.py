@@ -114,6 +114,8 @@ class RunnerParts:
         self.tracewire_unwatched = False
         #: The runs whose live parameters change with the current step.
         self.tracewire_changed: list[LiveRun] = []
+        #: The rows of the step whose tokens submissions give, each with its token.
+        self.tracewire_forced: list[tuple[int, int]] = []
         self.tracewire_preempted: PreemptedKVCache | None = None
         self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))
@@ -228,6 +230,8 @@ class RunnerParts:
             book.declared.live,
             book.live.runs,
             book.runs,
+            book.scheduled,
+            book.forced,
             self.tracewire_preempted or (),
             ranks,
             self.tracewire_hosts or (),

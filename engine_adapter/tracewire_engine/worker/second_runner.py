@@ -20,7 +20,7 @@ from typing import Any
 from nnsight.modeling.vllm.collect import dumps_compact
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, RUN_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, FORCED_ARG, RUN_ARG
 
 from .blocks.request import Request
 from .declared.hooks import DeclaredInterleaver
@@ -31,7 +31,7 @@ from .runner import TracewireRunner
 __all__ = ["RequestState", "SecondRunner"]
 
 #: The arguments of a request whose state the core asks for.
-_TRACED = frozenset((BLOCK_ARG, DECLARED_ARG, EDITS_ARG, RUN_ARG))
+_TRACED = frozenset((BLOCK_ARG, DECLARED_ARG, EDITS_ARG, FORCED_ARG, RUN_ARG))
 
 
 @dataclass(slots=True)

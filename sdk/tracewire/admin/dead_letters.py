@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tracewire.checks import check_count, check_text, is_entry_id, shown
 from tracewire.error_mapping import bus_errors, refusals
-from tracewire.errors import TraceRejected, UnknownDeadLetter, ValueMissing
+from tracewire.errors import TraceRejected, UnknownDeadLetter
 from tracewire.traces.large import offload_large_arrays
 from tracewire.traces.model import Model, model_name
-from tracewire_bus.domain.intervention_checks import array_fields, normalize
-from tracewire_bus.store.blobs import BlobMissing
-from tracewire_bus.store.vectors import VectorMissing
+from tracewire.traces.whole_submission import whole_submission
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
-from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, Declared, Submission
-from tracewire_bus.wire.packing import pack, unpack
-from tracewire_bus.wire.refs import ArrayRef
+from tracewire_bus.wire.messages import REQUEST_SCHEMA, Submission
 from tracewire_bus.wire.signing import unwrap
 
 from .listing import Listing
@@ -86,55 +82,7 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submiss
         client=client,
     )
 
-    async def loaded(block: Block | None) -> Block | None:
-        if block is None:
-            return None
-        return msgspec.structs.replace(block, variables=await _loaded(letter.trace_id, block.variables, bus))
-
-    invokes = [
-        msgspec.structs.replace(
-            invoke, block=await loaded(invoke.block), media=await _loaded(letter.trace_id, invoke.media, bus)
-        )
-        for invoke in submission.invokes
-    ]
-    submission = msgspec.structs.replace(
-        submission,
-        block=await loaded(submission.block),
-        invokes=invokes,
-        interventions=await _with_arrays(letter.trace_id, submission.interventions, bus),
-    )
-    return await offload_large_arrays(submission, bus)
-
-
-async def _with_arrays(trace_id: str, interventions: Sequence[Declared], bus: Bus) -> list[Declared]:
-    """Encoded interventions with arrays in place of references to vectors."""
-    found = list(interventions)
-    for index, name, value in array_fields(interventions):
-        if isinstance(value, ArrayRef):
-            try:
-                array = await bus.vectors.fetch(value)
-            except VectorMissing as error:
-                raise ValueMissing(trace_id, f"interventions[{index}].{name}", str(error)) from error
-            found[index] = msgspec.structs.replace(found[index], **{name: array})
-    return normalize(found)
-
-
-async def _loaded(trace_id: str, packed: bytes, bus: Bus) -> bytes:
-    """A packed dict of values by name, with each reference replaced by its array."""
-
-    async def loaded(value: Any, name: str) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)([await loaded(item, name) for item in value])
-        if isinstance(value, dict):
-            return {key: await loaded(item, name) for key, item in value.items()}
-        if isinstance(value, ArrayRef):
-            try:
-                return await bus.blobs.load(trace_id, value)
-            except BlobMissing as error:
-                raise ValueMissing(trace_id, name, str(error)) from error
-        return value
-
-    return pack({name: await loaded(value, name) for name, value in unpack(packed).items()})
+    return await offload_large_arrays(await whole_submission(submission, letter.trace_id, bus), bus)
 
 
 class DeadLetters:

@@ -35,6 +35,10 @@ from tracewire.progress import HarvestProgress
 from tracewire.submission import PromptInput
 from tracewire.traces.model import Model as AsyncModel
 from tracewire.traces.output import Accepted, Event, Final, Item, Output
+from tracewire.traces.recorder.fan import Fan as AsyncFan
+from tracewire.traces.recorder.fan import FanStep
+from tracewire.traces.recorder.recording import Recording
+from tracewire.traces.recorder.replaying import Replay
 from tracewire.traces.served_models import ModelInfo
 from tracewire.traces.state import Result, State
 from tracewire.traces.subscription import Subscription as AsyncSubscription
@@ -58,6 +62,7 @@ __all__ = [
     "EditWatch",
     "Edits",
     "Engines",
+    "Fan",
     "Library",
     "Listing",
     "Model",
@@ -215,6 +220,26 @@ class Trace(Bridge[AsyncTrace]):
     def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
         return self._portal.call(partial(self._async.resume, by=by, paused_by=paused_by))
+
+    def record(self, *, arrays: Literal["inside", "reference"] = "inside", until_now: bool = False) -> Recording:
+        """Record the trace: see `Client.record`. The recording has the submission, also after the trace's end."""
+        return self._portal.call(partial(self._async.record, arrays=arrays, until_now=until_now))
+
+    def fork(
+        self,
+        live: Sequence[Mapping[str, Any]],
+        *,
+        at: int | None = None,
+        invoke: int = 0,
+        choice: int = 0,
+        logprobs: int | None = None,
+    ) -> Fan:
+        """Fork the trace at the token `at`: see `Client.fork`. It may run, or have ended."""
+        made: Fan = Fan._of(
+            self,
+            self._portal.call(partial(self._async.fork, live, at=at, invoke=invoke, choice=choice, logprobs=logprobs)),
+        )
+        return made
 
     def accepted(self) -> Accepted:
         """Wait until an engine has accepted the trace, and return its `Accepted` event.
@@ -888,6 +913,56 @@ class Server(Bridge[AsyncServer]):
         return self._portal.call(self._async.info)
 
 
+class Fan(Bridge[AsyncFan]):
+    """Siblings of one trace: an iterator of `FanStep`s, from the first token that may differ to the last.
+
+    Entering or starting it starts the siblings; leaving it cancels those that run. Each sibling is a trace of its own,
+    in `traces`, which any client can read and steer.
+
+    Attributes:
+        at: the index of the first token that may differ.
+        live: the live values of each sibling.
+        traces: the siblings.
+    """
+
+    def __iter__(self) -> Self:
+        self._portal.run(self._async.__aiter__)
+        return self
+
+    def __next__(self) -> FanStep:
+        return self._portal.take(self._async)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self.close()
+        return None
+
+    def start(self) -> None:
+        """Submit all siblings. A second call does nothing.
+
+        Raises:
+            TracewireError: one cannot be submitted: see `Trace.start`. Those that were are cancelled.
+        """
+        self._portal.call(self._async.start)
+
+    def close(self) -> None:
+        """Cancel the siblings that run. Idempotent."""
+        self._portal.leave(self._async.aclose)
+
+    def results(self) -> list[Result]:
+        """The results of all siblings, in order, once they have ended.
+
+        Raises:
+            TraceFailed, InterventionError, StateMismatch: a sibling's, as `Trace.result` raises it.
+        """
+        return self._portal.call(self._async.results)
+
+
 # whole: a method a line of the async client's parts
 class Client(BlockingClient):
     """A client of the bus at `url`. Making one does no I/O. Entering it connects it, and so does `connect`.
@@ -1055,6 +1130,75 @@ class Client(BlockingClient):
             )
         )
 
+    def record(
+        self, trace_id: str, *, arrays: Literal["inside", "reference"] = "inside", until_now: bool = False
+    ) -> Recording:
+        """Record a trace: events, steering with times and authors, submission, versions. Waits for the trace's end.
+
+            recording = client.record(trace_id)
+            recording.save("trace.twrec")
+
+        With `until_now`, the recording ends with the last event at the time of the call. Large arrays are downloaded,
+        or with `arrays="reference"` left out. Redis keeps the submission until the trace ends: a recording that began
+        later is shown, but not run again (`Client.replay`), unless `Trace.record` made it.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+            ValueMissing: an array has expired.
+            ValueError: `arrays` is another word.
+        """
+        return self._portal.call(partial(self._async.record, trace_id, arrays=arrays, until_now=until_now))
+
+    def replay(self, recording: Recording, *, model: Model | str | None = None, tolerance: float = 0.0) -> Replay:
+        """Run a recording again, by the same model or `model`, and compare: the first token and the first values that
+        differ, and by how much.
+
+        The second run has the recorded prompts' tokens, the seeds that the engine used, and each change of live
+        parameters at the token at which it was recorded. It is a trace of this client. Numbers that differ by at most
+        `tolerance` are the same. Pauses are not repeated.
+
+        Raises:
+            InvalidRecording: the recording lacks the submission.
+            UnknownModel: no live engine serves the model.
+            TraceRejected: the engine refuses the trace.
+            ValueMissing: the recording has only references to its large arrays.
+        """
+        return self._portal.call(partial(self._async.replay, recording, model=model, tolerance=tolerance))
+
+    def fork(
+        self,
+        trace: str | Recording,
+        live: Sequence[Mapping[str, Any]],
+        *,
+        at: int | None = None,
+        invoke: int = 0,
+        choice: int = 0,
+        logprobs: int | None = None,
+    ) -> Fan:
+        """Fork a trace at the token `at`: siblings that are the same before it, each with other live values from it on.
+
+            fan = client.fork(trace_id, [{"alpha": 0.0}, {"alpha": 8.0}], at=20)
+            with fan:
+                for step in fan: ...
+
+        `trace` runs, or is a recording of one. By default `at` is the trace's next token. Each sibling is a trace of
+        its own: it computes the recorded tokens again with the recorded live values, so that its keys and values are
+        those of the trace, and then goes on. With `logprobs`, steps have the distances of the siblings' distributions.
+
+        Raises:
+            UnknownTrace: no such trace was submitted, or it has expired.
+            InvalidRecording: the trace has ended, and its submission is not kept; no engine had accepted it.
+            ValueError: the trace has no such token, prompt or choice, or `live` is no list of dicts.
+            TraceRejected: a live parameter was not declared, or has another form.
+        """
+        made: Fan = Fan._of(
+            self,
+            self._portal.call(
+                partial(self._async.fork, trace, live, at=at, invoke=invoke, choice=choice, logprobs=logprobs)
+            ),
+        )
+        return made
+
     def get_live(self, trace_id: str) -> LiveState:
         """A trace's live parameters as they are now: their version (0: as declared) and their values.
 
@@ -1213,6 +1357,11 @@ class Client(BlockingClient):
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
                 `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
                 reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
+            schedule: changes of live parameters that are part of the trace, by the index of the sampled token from
+                which on each holds, for all prompts and choices: `{20: {"alpha": 8.0}}`. `Steered` events tell them.
+            forced_tokens: the first tokens of the output, in place of those that the model samples there (with several
+                prompts, a list for each). The model goes on from them, and a seed's later draws stay the same. Log
+                probabilities at these tokens are those of the drawn ones.
             by: the name under which the trace is submitted, by default the client's own. A service names its user here.
 
         Raises:

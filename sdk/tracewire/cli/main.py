@@ -37,6 +37,7 @@ from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
 from .keyring import add_keys
 from .library import add_library
+from .record import add_record
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
@@ -175,6 +176,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     ):
         add(commands, parents)
     add_guard(commands, parents)
+    add_record(commands, parents)
     add_approve(commands, parents)
     add_keys(commands)
     add_redis(commands)

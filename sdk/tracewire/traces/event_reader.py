@@ -51,6 +51,8 @@ class EventReader:
         self._entries = bus.read(trace_id, since)
         self._large = LargeValues(trace_id, bus)
         self._closed = False
+        #: The entry of the last event that `next` returned, as it is on the stream; None before, and for a gap.
+        self.entry: Entry | None = None
         #: Id of the last entry read, or where reading began.
         self.position = since
 
@@ -105,7 +107,7 @@ class EventReader:
                 gap = Gap(self.trace_id, entry, self._large.load)
                 if fold is not None:
                     fold.resume(gap.snapshot())
-                self.position = gap.until
+                self.position, self.entry = gap.until, None
                 return gap
             event = self._decode(entry)
             if isinstance(event, Saving):
@@ -114,7 +116,7 @@ class EventReader:
                 if where is not None:
                     await self._fetch_bulk(event, where)
                 self._unreturned = None
-            self.position = entry.id
+            self.position, self.entry = entry.id, entry
             if event is None:
                 if fold is not None:
                     _skip(fold, entry)

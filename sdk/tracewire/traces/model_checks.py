@@ -27,6 +27,7 @@ def check_submission(submission: Submission, model: ServedModel) -> None:
     """
     _check_interventions(submission, model)
     _check_edits(submission, model.engines)
+    _check_plan(submission, model.engines)
     longest = max((engine.max_model_len for engine in model.engines), default=0)
     for invoke in submission.invokes:
         tokens = invoke.sampling.get("max_tokens")
@@ -50,6 +51,18 @@ def _check_edits(submission: Submission, engines: Sequence[EngineInfo]) -> None:
         if engine.schema == "1.0":
             why = f"engine {engine.engine} is of a version that knows no edits, and would run the trace without"
             raise TraceRejected("edits", why)
+
+
+def _check_plan(submission: Submission, engines: Sequence[EngineInfo]) -> None:
+    """Refuse a schedule or given tokens where an engine is of a version that would run the trace without."""
+    forced = any(invoke.forced_tokens for invoke in submission.invokes)
+    if not submission.schedule and not forced:
+        return
+    field = "schedule" if submission.schedule else "forced_tokens"
+    for engine in engines:
+        if engine.schema and tuple(map(int, engine.schema.split("."))) < (2, 5):
+            why = f"engine {engine.engine} is of a version that knows none, and would run the trace without"
+            raise TraceRejected(field, why)
 
 
 def _check_interventions(submission: Submission, model: ServedModel) -> None:

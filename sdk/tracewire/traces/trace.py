@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
@@ -33,8 +34,11 @@ from .large import offload_large_arrays
 from .library_names import space_of
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Item, Waiting
+from .recorder.fan import Fan, forked
+from .recorder.recording import Recording, record
 from .state import Result, State
 from .vectors import ReferredArrays, with_saved_arrays
+from .whole_submission import whole_submission
 
 if TYPE_CHECKING:
     from .session import Session
@@ -263,6 +267,28 @@ class Trace(EventStream[Item]):
     async def resume(self, *, by: str | None = None, paused_by: str | None = None) -> bool:
         """Resume the trace: see `Client.resume`."""
         return await control.resume(self._session, self.id, by=by, paused_by=paused_by)
+
+    # --- recording and forking ----------------------------------------------------------------------------------------
+
+    async def record(self, *, arrays: Literal["inside", "reference"] = "inside", until_now: bool = False) -> Recording:
+        """Record the trace: see `Client.record`. The recording has the submission, also after the trace's end."""
+        await self.start()
+        submission = await whole_submission(self._submission, self.id, self._session.open_bus())
+        return await record(self._session, self.id, submission=submission, arrays=arrays, until_now=until_now)
+
+    async def fork(
+        self,
+        live: Sequence[Mapping[str, Any]],
+        *,
+        at: int | None = None,
+        invoke: int = 0,
+        choice: int = 0,
+        logprobs: int | None = None,
+    ) -> Fan:
+        """Fork the trace at the token `at`: see `Client.fork`. It may run, or have ended."""
+        recording = await self.record(until_now=True)
+        make, name = partial(Trace, self._session), self._session.name
+        return forked(make, name, recording, live, at=at, invoke=invoke, choice=choice, logprobs=logprobs)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -322,6 +322,13 @@ async def InvalidEdit(world: World) -> None:
 
 
 @raises
+async def InvalidRecording(world: World) -> None:
+    path = world.folder / "trace.twrec"
+    path.write_text("{}")
+    tracewire.Recording.open(path)
+
+
+@raises
 async def InvalidRules(world: World) -> None:
     rule = {"name": "code", "save": "s", "above": 4.0, "release": 5.0, "do": "cancel"}
     tracewire.Guard(world.client, {"model": "tiny", "rules": [rule]})

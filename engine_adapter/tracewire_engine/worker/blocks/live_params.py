@@ -6,7 +6,8 @@ and a block that reads `live.alpha` gets the value of the step for which it read
 the next turn of its loop begins while the model is still in the step before. A read that is meant for a later step
 therefore waits until that step begins, as a read of a module's output does.
 
-The values belong to a *run*, one attempt of a trace, and are shared by all its requests.
+The values belong to a *run*, one attempt of a trace, and are shared by all its requests. A request with *scheduled*
+changes has values of its own: those of the run, and its changes from their tokens on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from greenlet import getcurrent
 from nnsight.intervention.interleaver import Mediator
 
 from tracewire_bus.wire.packing import decoder, unpack
+from tracewire_engine.protocol.schedule import Scheduled, decode_schedule
 from tracewire_engine.worker.tensors import to_tensors
 
-__all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues"]
+__all__ = ["LIVE", "LiveRun", "LiveRuns", "LiveValues", "ScheduledRun"]
 
 #: The location at which blocks wait for the beginning of a step.
 LIVE = "tracewire.live"
@@ -41,6 +43,27 @@ class LiveRun:
         self.requests: dict[str, tuple[str, int]] = {}
         #: Whether a change ever came. If so, this object is kept until the adapter says that the run is over.
         self.changed = False
+        #: By the scheduler's request id: the values of each request that has scheduled changes of its own.
+        self.scheduled: dict[str, ScheduledRun] = {}
+
+
+class ScheduledRun(LiveRun):
+    """The live parameters of one request with scheduled changes: those of its run, and the changes of its tokens."""
+
+    def __init__(self, name: str, values: dict[str, Any], changes: list[Scheduled]) -> None:
+        super().__init__(name)
+        self.values = dict(values)
+        self._changes = deque(changes)
+
+    def advance(self, index: int) -> bool:
+        """Put the changes into effect that hold for the step that samples the token `index`. Returns whether any does.
+
+        In a step that samples none, `index` is negative.
+        """
+        before = len(self._changes)
+        while self._changes and self._changes[0].index <= max(0, index):
+            self.values = {**self.values, **self._changes.popleft().values}
+        return len(self._changes) < before
 
 
 class LiveRuns:
@@ -92,6 +115,8 @@ class LiveRuns:
             run = self.runs.setdefault(name, LiveRun(name))
             run.version, run.changed = version, True
             run.values = {**run.values, **values}
+            for one in run.scheduled.values():
+                one.values = {**one.values, **values}
             changed.append(run)
         self._pending = {}
         return changed
@@ -115,11 +140,21 @@ class LiveRuns:
         run.requests[request_id] = request, choice
         return run
 
+    def schedule(self, name: str, request_id: str, encoded: bytes) -> ScheduledRun:
+        """Give a request that has joined a run values of its own, which change at the tokens of its schedule."""
+        run = self.runs[name]
+        request, choice = run.requests[request_id]
+        own = ScheduledRun(name, run.values, decode_schedule(encoded, choice))
+        own.requests[request_id] = request, choice
+        run.scheduled[request_id] = own
+        return own
+
     def leave(self, name: str, request_id: str) -> None:
         """Remove a request that is over. The run goes with its last request, unless a change was applied to it."""
         run = self.runs.get(name)
         if run is not None:
             run.requests.pop(request_id, None)
+            run.scheduled.pop(request_id, None)
             if not run.requests and not run.changed:
                 del self.runs[name]
 

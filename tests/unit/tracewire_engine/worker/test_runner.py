@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.worker.blocks.live_params import LiveRun
@@ -30,3 +33,46 @@ def test_a_change_is_told_of_with_the_token_that_its_step_samples() -> None:
     assert (applied.run, applied.version) == ("run", 3)
     # The prompt's next step samples its first token.
     assert applied.first == [("t-prompt", 0, 0), ("t-going", 1, 3), ("t-preempted", 2, 4)]
+
+
+class _Planned(TracewireRunner):
+    """A runner whose requests have plans, and that has no model."""
+
+    def __init__(self, forced: dict[str, list[int]], scheduled: dict[str, Any]) -> None:
+        self.advanced: dict[str, int] = {}
+        self.tracewire_requests: Any = SimpleNamespace(forced=forced, scheduled=scheduled, advance=self.advanced.update)
+        self.tracewire_unwatched = True
+
+
+def _state(computed: int, prompt: int) -> Any:
+    return SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+
+
+def test_given_tokens_replace_the_rows_of_their_steps() -> None:
+    """The first of `a`, the third of `b`; `c` has had all of its own, `d` has none, and `e` is within its prompt."""
+    runner = _Planned({"a": [5, 6], "b": [7, 8, 9], "c": [1], "e": [3]}, {})
+    order = ["d", "b", "a", "c", "e"]
+    states = {"a": _state(0, 4), "b": _state(6, 5), "c": _state(9, 3), "d": _state(0, 2), "e": _state(0, 8)}
+    scheduled = {"a": 4, "b": 1, "c": 1, "d": 2, "e": 3}
+    runner._follow_plans(scheduled, order, states)
+    assert runner.tracewire_forced == [(1, 9), (2, 5)]
+    assert runner.advanced == {"a": 0, "b": 2, "c": 7, "e": -5}
+    drawn = torch.tensor([[40], [41], [42], [43], [44]], dtype=torch.int32)
+    served = runner.serve_samples(drawn)
+    assert served.flatten().tolist() == [40, 9, 5, 43, 44]
+    assert served.dtype == torch.int32
+    # What the sampler keeps is its own.
+    assert drawn.flatten().tolist() == [40, 41, 42, 43, 44]
+
+
+def test_a_step_without_plans_costs_nothing() -> None:
+    runner = _Planned({}, {})
+    runner._follow_plans({"a": 1}, ["a"], {})
+    assert runner.tracewire_forced == []
+    assert runner.advanced == {}
+
+
+def test_scheduled_requests_are_told_their_tokens() -> None:
+    runner = _Planned({}, {"a": object()})
+    runner._follow_plans({"a": 1, "b": 1}, ["b", "a"], {"a": _state(7, 4), "b": _state(1, 1)})
+    assert runner.advanced == {"a": 4}

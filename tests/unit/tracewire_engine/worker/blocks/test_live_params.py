@@ -8,9 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from tracewire_bus.wire.messages import ScheduledChange
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.link.step_link import encode_changes
 from tracewire_engine.protocol.messages import Changes
+from tracewire_engine.protocol.schedule import encode_schedule
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns, LiveValues
 
 
@@ -63,3 +65,34 @@ def test_a_block_reads_what_was_declared_and_sets_nothing() -> None:
         _ = live.beta
     with pytest.raises(AttributeError, match="changed by a controller"):
         live.alpha = 1.0
+
+
+def _schedule(*changes: tuple[int, dict[str, Any]]) -> bytes:
+    planned = [ScheduledChange(index=index, values=pack(values)) for index, values in changes]
+    encoded = encode_schedule(planned, 0)
+    assert encoded is not None
+    return encoded
+
+
+def test_a_scheduled_change_holds_from_its_token_on_for_its_own_request() -> None:
+    runs = LiveRuns()
+    shared = runs.join("run", pack({"alpha": 0.0, "beta": 0.0}), "r1", "t/0", 0)
+    runs.join("run", pack({"alpha": 0.0, "beta": 0.0}), "r2", "t/1", 0)
+    own = runs.schedule("run", "r2", _schedule((0, {"alpha": 1.0}), (3, {"alpha": 2.0}), (3, {"alpha": 3.0})))
+    assert [own.advance(index) for index in (-4, 0, 2, 3, 4)] == [True, False, False, True, False]
+    assert own.values == {"alpha": 3.0, "beta": 0.0}
+    # A client's change reaches both, and none is lost to the other's values.
+    _steer(runs, {"run": (1, {"beta": 5.0})})
+    assert runs.apply() == [shared]
+    assert (own.values, shared.values) == ({"alpha": 3.0, "beta": 5.0}, {"alpha": 0.0, "beta": 5.0})
+    runs.leave("run", "r2")
+    assert not shared.scheduled
+
+
+def test_a_change_that_was_skipped_over_holds_too() -> None:
+    """Tokens are not sampled one by one where a preempted request is computed again."""
+    runs = LiveRuns()
+    runs.join("run", pack({"alpha": 0.0}), "r", "t", 0)
+    own = runs.schedule("run", "r", _schedule((2, {"alpha": 1.0}), (4, {"alpha": 2.0})))
+    assert own.advance(9)
+    assert own.values == {"alpha": 2.0}

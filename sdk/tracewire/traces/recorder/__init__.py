@@ -1,0 +1,1 @@
+"""The flight recorder: a trace in one file, shown without an engine, and run again on one."""

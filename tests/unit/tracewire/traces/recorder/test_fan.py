@@ -1,0 +1,112 @@
+"""Siblings of a trace, read side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+import tracewire
+from tests.support.bus_engine import Stage
+from tracewire import Client, Fan, FanStep
+from tracewire.traces.recorder.fan import _distance
+from tracewire_bus.wire.packing import unpack
+
+PATIENCE = 60
+
+
+async def script(stage: Stage) -> None:
+    """Six tokens. From the token of the last scheduled change on, the value decides how each goes on, and when."""
+    await stage.accept()
+    forced = stage.submission.invokes[0].forced_tokens
+    value = unpack(stage.submission.schedule[-1].values)["alpha"] if stage.submission.schedule else 0.0
+    length = 6 if value < 5 else 4
+    for index in range(length):
+        token = forced[index] if index < len(forced) else 100 + index
+        if value and index >= 3:
+            token = 200 + index
+        logprobs = [{token: (math.log(0.75), 1, None), 7: (math.log(0.25), 2, None)}]
+        await stage.publish(_output(stage, index, token, logprobs))
+    await stage.final()
+
+
+def _output(stage: Stage, index: int, token: int, logprobs: Any) -> Any:
+    from tracewire_bus.wire.messages import DecodedOutput
+
+    return DecodedOutput(
+        attempt=1, seq=stage.seq, index=index, token_ids=[token], text=f" {token}", logprobs=logprobs, deltas=[[]]
+    )
+
+
+async def test_siblings_are_read_side_by_side(client: Client, engine: Callable[..., Any]) -> None:
+    with anyio.fail_after(PATIENCE):
+        async with engine(script, schema="2.5"), client.trace("tiny", "x", live={"alpha": 0.0}) as trace:
+            await trace.until_done()
+            fan = await trace.fork([{"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 9.0}], at=2, logprobs=2)
+            async with fan:
+                steps = [step async for step in fan]
+                results = await fan.results()
+    assert [step.index for step in steps] == [2, 3, 4, 5]
+    assert [step.token_ids for step in steps] == [[102] * 3, [103, 203, 203], [104, 204, None], [105, 205, None]]
+    assert [step.same for step in steps] == [[True] * 3, *[[True, False, False]] * 3]
+    assert fan.first_differences == [None, 3, 3]
+    assert steps[0].distances == [0.0, 0.0, 0.0]
+    assert steps[1].distances[1] == pytest.approx(0.5)
+    assert steps[2].distances == [0.0, steps[2].distances[1], None]
+    assert [len(result.token_ids) for result in results] == [6, 6, 4]
+    assert {one.id for one in fan.traces}.isdisjoint({trace.id})
+    assert isinstance(steps[0], FanStep)
+
+
+async def test_a_running_trace_is_forked_by_another_client(
+    client: Client, engine: Callable[..., Any], prefix: str
+) -> None:
+    going, go = anyio.Event(), anyio.Event()
+
+    async def waits(stage: Stage) -> None:
+        if stage.submission.invokes[0].forced_tokens:
+            await script(stage)
+            return
+        await stage.accept()
+        await stage.output("ab", [], [])
+        going.set()
+        await go.wait()
+        await stage.final()
+
+    with anyio.fail_after(PATIENCE):
+        async with engine(waits, schema="2.5"), client.trace("tiny", "x", live={"alpha": 0.0}) as trace:
+            await going.wait()
+            async with tracewire.connect(client.url, prefix=prefix) as other:
+                fan = await other.fork(trace.id, [{"alpha": 1.0}])
+                assert fan.at == 2
+                async with fan:
+                    assert (await anext(fan)).token_ids == [102]
+            go.set()
+            await trace.until_done()
+
+
+@pytest.mark.usefixtures("registered")
+async def test_what_cannot_be_forked_is_named(client: Client, engine: Callable[..., Any]) -> None:
+    with anyio.fail_after(PATIENCE):
+        async with engine(script, schema="2.5"), client.trace("tiny", "x", live={"alpha": 0.0}) as trace:
+            await trace.until_done()
+            for live, said in (([], "live: "), ({"alpha": 1.0}, "live: "), ([5], r"live\[0\]: ")):
+                with pytest.raises(ValueError, match=said):
+                    await trace.fork(live)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="at: "):
+                await trace.fork([{}], at=99)
+            with pytest.raises(tracewire.TraceRejected, match="beta"):
+                await trace.fork([{"beta": 1.0}], at=1)
+            with pytest.raises(tracewire.InvalidRecording):
+                await client.fork(trace.id, [{}])
+
+
+def test_the_distance_is_a_lower_bound() -> None:
+    half = math.log(0.5)
+    assert _distance({1: half, 2: half}, {1: half, 2: half}) == 0.0
+    assert _distance({1: 0.0}, {1: math.log(0.25)}) == pytest.approx(0.375)
+    assert _distance(None, {1: 0.0}) is None
+    assert "2 siblings" in repr(Fan([None, None], 0, [{}, {}]))  # type: ignore[list-item]
