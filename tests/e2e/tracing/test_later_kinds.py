@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ import torch
 
 import tracewire
 from tests.e2e.tracing.test_declared import HIDDEN, V, W, close, run
+from tests.support import ROOT
+from tests.support.cells import run_page
+from tests.support.engine_process import running_engine
 from tracewire import (
     Client,
     Coordinates,
@@ -29,6 +34,7 @@ from tracewire import (
     TraceRejected,
     When,
 )
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 RNG = np.random.default_rng(11)
 UNIT = V / np.linalg.norm(V)
@@ -43,6 +49,28 @@ def autoencoder(**more: Any) -> SparseAutoencoder:
 SAE = autoencoder(architecture="topk", k=12)
 E, D = SAE.packed[: 2 * FEATURES * HIDDEN].reshape(2, FEATURES, HIDDEN)
 B = SAE.packed[-FEATURES:]
+
+
+@pytest.fixture(scope="module")
+async def served(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """URL of the Redis of an engine with an autoencoder of its own, and room for two."""
+    folder = tmp_path_factory.mktemp("sae")
+    SAE.save(folder / "tiny")
+    options = ["--sae", f"tiny={folder / 'tiny'}", "--sae-bytes", "200000", "--check-collect"]
+    async with EmbeddedServer.start() as server:
+        with running_engine(server.url, folder, *options):
+            yield server.url
+
+
+@pytest.fixture
+async def client(served: str) -> AsyncIterator[Client]:
+    async with tracewire.connect(served) as client:
+        yield client
+
+
+@pytest.fixture
+async def model(client: Client) -> Model:
+    return await client.models.get("demo", timeout=30)
 
 
 @tracewire.intervention
@@ -313,3 +341,38 @@ async def test_a_subspace_is_kept_or_removed(client: Client, model: Model, remov
     result = await run(client, model, interventions=[edit, Probe("after", "residual(4)")])
     assert result.token_ids == block.token_ids
     close(result.saves["after"], block.saves["after"], 1e-2)
+
+
+async def test_the_code_of_the_pages_runs(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/conditions.md, docs/features.md and docs/lenses.md."""
+    monkeypatch.chdir(tmp_path)
+    autoencoder(model="demo", at="residual(5)").save("layer_5")
+    maps = (RNG.standard_normal((8, HIDDEN, HIDDEN)) / 16).astype(np.float32)
+    scope: dict[str, Any] = {
+        "client": client,
+        "prompt": "def add(a, b):",
+        **dict.fromkeys(("anger", "calm", "style", "direction"), UNIT),
+        "matrices": maps,
+        "biases": maps[:, 0],
+        "jacobians": maps[:4],
+        "basis": W,
+    }
+    for page in ("conditions", "features", "lenses"):
+        await run_page(ROOT / "docs" / f"{page}.md", scope)
+    assert capsys.readouterr().out.count("[") > 2
+    assert set(scope["result"].saves) == {"where"}
+
+
+async def test_an_autoencoder_of_the_engine_is_used_by_name_within_a_bound(client: Client, model: Model) -> None:
+    reads = [Features(name, "residual(2)", sae, top_k=5) for name, sae in (("named", "tiny"), ("sent", SAE))]
+    result = await run(client, model, interventions=reads)
+    for one, other in zip(result.saves["named"], result.saves["sent"], strict=True):
+        assert one["features"].tolist() == other["features"].tolist()
+        assert one["activations"].tobytes() == other["activations"].tobytes()
+    third = Features("third", "residual(2)", autoencoder(architecture="topk", k=3))
+    with pytest.raises(tracewire.TraceFailed, match="does not fit: autoencoders take 200000 bytes"):
+        await run(client, model, interventions=[*reads, third])
+    # What no trace uses makes room.
+    assert (await run(client, model, interventions=[third])).saves["third"]
