@@ -121,8 +121,9 @@ def at_tokens(model, tracer, live, v, pattern, start, stop, every, prompt):
     ids.extend(prompt)
     for _ in tracer.iter[:]:
         hidden = model.model.layers[3].output[0]
-        if ids[-len(pattern) :] == pattern or (start <= index < stop and (index - start) % every == 0):
-            hidden[-1] = (hidden[-1].float() + v).to(hidden.dtype)
+        for held in (ids[-len(pattern) :] == pattern, start <= index < stop and (index - start) % every == 0):
+            if held:
+                hidden[-1] = (hidden[-1].float() + 4.0 * v).to(hidden.dtype)
         after.append(model.residual(3).output[-1].clone())
         ids.append(int(model.samples[-1]))
         index += 1
@@ -138,8 +139,8 @@ async def test_patterns_of_tokens_and_ranges_of_indices(client: Client, model: M
         client,
         model,
         interventions=[
-            Steer("residual(3)", V, positions="last", when=When(tokens=pattern)),
-            Steer("residual(3)", V, positions="last", when=When(**options)),
+            Steer("residual(3)", V, scale=4.0, positions="last", when=When(tokens=pattern)),
+            Steer("residual(3)", V, scale=4.0, positions="last", when=When(**options)),
             Probe("after", "residual(3)"),
             Probe("answer", "residual(3)", UNIT, when=When(part="answer")),
         ],
@@ -148,7 +149,7 @@ async def test_patterns_of_tokens_and_ranges_of_indices(client: Client, model: M
     )
     assert result.token_ids == block.token_ids
     assert result.token_ids != plain.token_ids
-    close(result.saves["after"], block.saves["after"], 1e-2)
+    close(result.saves["after"], block.saves["after"][:16], 1e-2)
     assert [bool(np.isnan(value)) for value in result.saves["answer"]] == [True] + [False] * 15
 
 
@@ -235,7 +236,8 @@ async def test_a_controller_takes_the_value_of_the_step_before(client: Client, m
         max_tokens=16,
     )
     assert result.token_ids == block.token_ids
-    close(result.saves["strength"], block.saves["strengths"], 1e-2)
+    # The block runs in a step more.
+    close(result.saves["strength"], block.saves["strengths"][:16], 1e-2)
     assert len(set(result.saves["strength"])) > 4
 
 
