@@ -378,5 +378,3 @@ async def test_an_autoencoder_of_the_engine_is_used_by_name_within_a_bound(clien
         await run(client, model, interventions=[*reads, third])
     # What no trace uses makes room.
     assert (await run(client, model, interventions=[third])).saves["third"]
-
-
