@@ -118,6 +118,7 @@ RUN_BY_NONE = {
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.volume $O": _GPU,
     "python -m tests.gpu_taps": _GPU,
+    "python -m tests.gpu_later_kinds": _GPU,
     "python -m tests.gpu_second_runner": _GPU,
     "python -m benchmarks.steering --model LLAMA_1B": _GPU,
     "python -m tests.distributed.compare": "needs several GPUs; tests/distributed runs the same scenarios on a CPU",
