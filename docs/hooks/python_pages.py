@@ -42,7 +42,16 @@ _PAGES = {
     "interventions": (
         "Interventions",
         "Blocks, and the declared interventions that need no code.",
-        ("tracewire.capture.intervention", "tracewire_bus.wire.messages"),
+        (
+            "tracewire.capture.intervention",
+            "tracewire_bus.wire.messages",
+            "tracewire_bus.wire.declared_base",
+            "tracewire_bus.wire.patch_kinds",
+            "tracewire_bus.wire.lens_kinds",
+            "tracewire_bus.wire.feature_kinds",
+            "tracewire_bus.wire.steering_kinds",
+            "tracewire_bus.domain.autoencoders",
+        ),
     ),
     "resources": ("Engines, models and edits", "What `client.models`, `client.engines` and the like have.", ()),
     "values": (

@@ -46,6 +46,39 @@ TOKENS, SO_FAR = 12, 6
 _ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
+def _later_kinds() -> list[messages.Declared]:
+    """Conditions, controllers, features, lenses and subspaces; every field of a condition is set in one of them."""
+    probe = messages.When(probe="p", above=Live("high"), release=0.25, output=1)
+    tokens = messages.When(start=1, stop=9, every=2, tokens=[[1, 2], [3]], part="answer")
+    sae = messages.Autoencoder(
+        architecture="topk", features=1, width=1, k=1, centered=True, model="m", at="residual(1)"
+    )
+    weights = wire(np.arange(4, dtype=np.float32))
+    return [
+        messages.Lens(name="t", at="residual(*)", matrix=wire(_ARRAY), bias=wire(_ARRAY[0]), add=True, top_k=3),
+        messages.Coordinates(name="c", at="residual(1)", basis=wire(_ARRAY), positions="all", when=probe),
+        messages.Project(at="residual(1)", basis=wire(_ARRAY), remove=True, strength=Live("much"), when=tokens),
+        messages.Features(name="f", at="residual(1)", sae=sae, top_k=4, threshold=0.5, weights=weights),
+        messages.Features(name="g", at="residual(1)", sae="calm", indices=[1, 2], when=messages.When(text=".")),
+        messages.SteerFeatures(
+            at="residual(1)", sae="calm", indices=[1], add=Live("more"), scale=0.5, min=0.0, max=4.0
+        ),
+        messages.Hold(
+            name="h",
+            at="residual(1)",
+            vector=wire(_ARRAY[0]),
+            probe="p",
+            target=Live("target"),
+            min=-1.0,
+            max=1.0,
+            gain=0.1,
+            proportional=0.2,
+            output=1,
+        ),
+        Steer(at="residual(1)", vector=wire(_ARRAY[0]), when=messages.When(probe="p", below=-1.0)),
+    ]
+
+
 def every_message() -> dict[str, tuple[str, messages.Message]]:
     """One of every message by name, with what decodes it; every field is set."""
     failure = messages.Failure(
@@ -177,6 +210,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
             messages.Clamp(at="model.layers.0.mlp", direction=wire(_ARRAY[0]), min=-1.0, max=Live("alpha")),
             messages.Ablate(at="model.layers.1.mlp", direction=wire(_ARRAY), keep=0.5),
             messages.Patch(at="residual(1)", values=wire(_ARRAY), positions=[0, -1], strength=Live("alpha")),
+            *_later_kinds(),
             StopWhen(probe="p", above=0.9, below=-0.9, output=1, steps=2),
             Steer(at="residual(2)", vector=encode_ref(reference_to(bytes(wire(_ARRAY[0]).data)))),
         ],

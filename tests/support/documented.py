@@ -123,6 +123,7 @@ RUN_BY_NONE = {
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.volume $O": _GPU,
     "python -m tests.gpu_taps": _GPU,
+    "python -m tests.gpu_later_kinds": _GPU,
     "python -m tests.gpu_second_runner": _GPU,
     "python -m benchmarks.steering --model LLAMA_1B": _GPU,
     "python -m tests.distributed.compare": "needs several GPUs; tests/distributed runs the same scenarios on a CPU",
@@ -154,8 +155,10 @@ _ENGINE = "tests/e2e/tracing/test_howto.py::test_"
 #: The tests that run the Python code of a page, each block as it stands.
 CODE_RUN_BY = {
     "README.md": ("tests/e2e/tracing/test_readme.py::*", _ENGINE + "the_rest_of_the_readme"),
+    "docs/conditions.md": ("tests/e2e/tracing/test_later_kinds.py::test_the_code_of_the_pages_runs",),
     "docs/edits.md": ("tests/e2e/edits/test_edits.py::test_the_code_of_the_page_runs",),
     "docs/errors.md": (_ENGINE + "the_code_of_the_page_of_errors",),
+    "docs/features.md": ("tests/e2e/tracing/test_later_kinds.py::test_the_code_of_the_pages_runs",),
     "docs/gateway.md": (_ENGINE + "the_code_of_the_gateway_s_page",),
     "docs/guards.md": ("tests/unit/tracewire/guards/test_guard.py::test_the_code_of_the_page_runs",),
     "docs/extract.md": ("tests/unit/tracewire/extract/test_page.py::test_the_code_of_the_page_runs",),
@@ -167,6 +170,7 @@ CODE_RUN_BY = {
     "docs/howto/print.md": (_HOWTO + "a_page_of_cells", _ENGINE + "what_a_block_saves_in_place_of_a_print"),
     "docs/howto/script.md": (_HOWTO + "the_script",),
     "docs/howto/typing.md": (_HOWTO + "a_page_of_cells", _ENGINE + "a_typed_block"),
+    "docs/lenses.md": ("tests/e2e/tracing/test_later_kinds.py::test_the_code_of_the_pages_runs",),
     "docs/nnsight.md": (_ENGINE + "the_code_of_nnsight_s_page",),
     "docs/patching.md": ("tests/e2e/tracing/test_patching.py::test_the_code_of_the_page_runs",),
     "docs/recorder.md": ("tests/e2e/tracing/test_recorder.py::test_the_code_of_the_page_runs",),

@@ -309,10 +309,12 @@ def _masked(values: Any, held: np.ndarray[Any, Any]) -> Any:
     return np.where(where, values, -1 if values.dtype.kind == "i" else np.nan)
 
 
-def play(seed: int, declared: DeclaredRequests, *, steps: int = 30, arrivals: float = 0.15) -> int:
+def play(
+    seed: int, declared: DeclaredRequests, *, steps: int = 30, arrivals: float = 0.15, make: Any = interventions
+) -> int:
     """Play random traffic, and compare what plans read and edit with `Request.step`. Returns the steps of old plans.
 
-    With few `arrivals`, requests are long, and all of them are in each step.
+    With few `arrivals`, requests are long, and all of them are in each step. `make` makes a request's interventions.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -321,7 +323,7 @@ def play(seed: int, declared: DeclaredRequests, *, steps: int = 30, arrivals: fl
     ids: dict[int, torch.Tensor] = {}
     for step in range(steps):
         if step < steps * 2 // 3 and (len(live) < 2 or rng.random() < arrivals):
-            request = Request(f"r{step}", rng, interventions(rng), longest=14 if arrivals > 0.1 else 30)
+            request = Request(f"r{step}", rng, make(rng), longest=14 if arrivals > 0.1 else 30)
             live[request.name] = request
             run = LiveRun(request.name)
             run.values |= request.live

@@ -14,6 +14,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.messages import Block, Edit, Failure
+from tracewire_engine.adapter.placing import Placer
 from tracewire_engine.adapter.standing_edits import StandingEdits
 from tracewire_engine.protocol.messages import FinishRecord
 
@@ -31,7 +32,7 @@ async def standing(bus: Bus, **more: Any) -> StandingEdits:
     async def accept(block: Block, key: Key | None) -> str:
         return ""
 
-    made = StandingEdits(bus, info, ModuleTree(info), accept, announce)
+    made = StandingEdits(bus, info, Placer(info, ModuleTree(info)), accept, announce)
     await made.refresh()
     return made
 

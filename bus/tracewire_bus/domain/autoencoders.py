@@ -332,13 +332,13 @@ def _fold(config: Mapping[str, Any], tensors: dict[str, _Array], scaling: float 
         raise WrongAutoencoder(f"normalize_activations: expected none or expected_average_only_in, got {how!r}")
     if how != "none" and scaling is None:
         raise WrongAutoencoder("normalize_activations: the activations are scaled: give the factor as scaling")
-    if scaling is not None:
-        tensors["encoder"] = tensors["encoder"].astype(np.float32) * np.float32(scaling)
-        for name in ("decoder", "decoder_bias") if "decoder_bias" in tensors else ("decoder",):
-            tensors[name] = tensors[name].astype(np.float32) / np.float32(scaling)
     if config.get("rescale_acts_by_decoder_norm"):
         norms = np.linalg.norm(tensors["decoder"].astype(np.float32), axis=-1)
         tensors["encoder"] = tensors["encoder"].astype(np.float32) * norms[:, None]
         tensors["decoder"] = tensors["decoder"].astype(np.float32) / norms[:, None]
         if "encoder_bias" in tensors:
             tensors["encoder_bias"] = tensors["encoder_bias"].astype(np.float32) * norms
+    if scaling is not None:
+        tensors["encoder"] = tensors["encoder"].astype(np.float32) * np.float32(scaling)
+        for name in ("decoder", "decoder_bias") if "decoder_bias" in tensors else ("decoder",):
+            tensors[name] = tensors[name].astype(np.float32) / np.float32(scaling)

@@ -127,6 +127,8 @@ def _check_one(when: When, probes: Mapping[str, tuple[Probe, bool]], field: str)
         )
     if when.every is not None and when.every < 1:
         raise DeclarationError(f"{field}.every", f"expected 1 or more, got {when.every}")
+    if when.text is not None and when.tokens is not None:
+        raise DeclarationError(f"{field}.text", "expected tokens or a text, got both")
     if when.text is not None and not 1 <= len(when.text) <= MAX_TEXT:
         raise DeclarationError(f"{field}.text", f"expected 1 to {MAX_TEXT} characters, got {len(when.text)}")
     if when.tokens is not None:

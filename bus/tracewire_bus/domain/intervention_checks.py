@@ -455,7 +455,12 @@ _CACHED_BYTES: Final = 256 * 1024
 
 
 def check_encoded(
-    interventions: Sequence[Declared], live: bytes, trees: Sequence[ModuleTree], *, hidden_size: int
+    interventions: Sequence[Declared],
+    live: bytes,
+    trees: Sequence[ModuleTree],
+    *,
+    hidden_size: int,
+    model: KnownModel = UNKNOWN,
 ) -> None:
     """Check interventions against several models, with a cache: services send the same interventions repeatedly.
 
@@ -464,6 +469,7 @@ def check_encoded(
         live: the packed dict of the trace's live parameters.
         trees: the models' modules. Each tree caches the digests of interventions that fit.
         hidden_size: the width of the models' residual streams.
+        model: what else is known of all of them.
 
     Raises:
         DeclarationError: as for `check`.
@@ -476,7 +482,7 @@ def check_encoded(
         return
     own, values = decode_interventions(interventions), unpack(live)
     for tree in trees:
-        check(own, tree, hidden_size=hidden_size, live=values)
+        check(own, tree, hidden_size=hidden_size, live=values, model=model)
         if known:
             if len(tree.fitting_interventions) >= _CACHED_LISTS:
                 tree.fitting_interventions.clear()

@@ -38,11 +38,11 @@ class KnownModel:
     """What is known of a model besides its modules.
 
     Attributes:
-        name: the model's name; empty if it is not known.
+        names: under which the model is known.
         saes: the autoencoders that its engine has, by name; `None` if that is not known.
     """
 
-    name: str = ""
+    names: Sequence[str] = ()
     saes: Mapping[str, Autoencoder] | None = None
 
 
@@ -124,8 +124,11 @@ def _check_features(
 def _check_autoencoder(sae: Autoencoder, width: int | None, same_place: Any, model: KnownModel, field: str) -> None:
     if width is not None and sae.width != width:
         raise DeclarationError(f"{field}.sae", f"the model's hidden size is {width}, and the autoencoder's {sae.width}")
-    if sae.model and model.name and not same_model(sae.model, model.name):
-        raise DeclarationError(f"{field}.sae", f"the autoencoder is of model {sae.model!r}, and this is {model.name!r}")
+    if sae.model and model.names and not any(same_model(sae.model, name) for name in model.names):
+        raise DeclarationError(
+            f"{field}.sae",
+            f"the autoencoder is of model {sae.model!r}, and this is {' or '.join(map(repr, model.names))}",
+        )
     if sae.at and not same_place(sae.at):
         raise DeclarationError(f"{field}.sae", f"the autoencoder is of {sae.at}, which is not the one location of at")
 
@@ -142,9 +145,8 @@ def _check_indices(one: Features | SteerFeatures, features: int | None, field: s
         if wrong is not None:
             raise DeclarationError(f"{field}.indices", f"expected features from 0 to {most - 1}, got {wrong}")
     if isinstance(one, Features):
-        most = min(MAX_FEATURES, features or MAX_FEATURES)
-        if indices is None and not 1 <= one.top_k <= most:
-            raise DeclarationError(f"{field}.top_k", f"expected 1 to {most}, got {one.top_k}")
+        if indices is None and not 1 <= one.top_k <= MAX_FEATURES:
+            raise DeclarationError(f"{field}.top_k", f"expected 1 to {MAX_FEATURES}, got {one.top_k}")
         if indices is not None and one.threshold is not None:
             raise DeclarationError(f"{field}.threshold", "chosen features are all saved: leave the threshold out")
     elif isinstance(one.min, float | int) and isinstance(one.max, float | int) and one.min > one.max:

@@ -41,9 +41,10 @@ class Features(DeclaredIntervention, tag="features"):
     submission it is an `Autoencoder`, and `weights` has the weights.
 
     An item is a dict of `features`, int32 `[top_k]`, and `activations`, float32 `[top_k]`: the features with the
-    greatest activations, best first. A place without a feature that is active, and above `threshold` if there is one,
-    has the feature -1 and the activation 0. With `indices`, an item is the activations of these features instead,
-    float32 `[indices]`. Positions and locations are further dimensions as in `Probe`.
+    greatest activations, best first (all features, if there are fewer than `top_k`). A place without a feature that is
+    active, and above `threshold` if there is one, has the feature -1 and the activation 0. With `indices`, an item is
+    the activations of these features instead, float32 `[indices]`. Positions and locations are further dimensions as in
+    `Probe`.
     """
 
     name: str

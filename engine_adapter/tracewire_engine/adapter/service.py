@@ -46,6 +46,7 @@ from .lifecycle import Lifecycle
 from .live_changes import Steering
 from .pause_ends import PauseEnds
 from .pending import PendingRecords
+from .placing import Placer
 from .report_router import ReportRouter
 from .retention import FinishedRetention, Retention
 from .settings import Settings
@@ -81,12 +82,13 @@ class Adapter:
         self.ended = anyio.Event()
         self._pending: dict[str, PendingRecords] = {}
         _describe(info, bus, settings)
-        self._validator = Validator(info, tree, settings.code, settings.limits)
+        placer = Placer(info, tree, settings.saes, engine.token_strings)
+        self._validator = Validator(info, tree, settings.code, settings.limits, placer)
         gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine, settings.limits)
         self._audit = Audit(bus, info, settings.audit)
         self._validator.keep = self._audit.keep
         checks = self._validator.check_edit, self._renew, settings.code.permit, gate, self._audit
-        self._standing = StandingEdits(bus, info, tree, *checks)
+        self._standing = StandingEdits(bus, info, placer, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)
         self._steering = Steering(engine)
         self._retention = Retention(bus.snapshots, settings.retain_events, settings.retain_bytes)

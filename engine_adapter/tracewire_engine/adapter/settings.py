@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.store.blobs import THRESHOLD_BYTES
+from tracewire_bus.wire.feature_kinds import Autoencoder
 
 from .bulk_writer import BulkSettings
 from .code_policy import CodePolicy
@@ -59,5 +61,7 @@ class Settings:
     limits: Limits = DEFAULTS
     #: Whose signatures the adapter accepts, and its own.
     identity: Identity = _NOBODY
+    #: The engine's own sparse autoencoders, by name.
+    saes: Mapping[str, Autoencoder] = field(default_factory=dict)
     #: How many entries the audit trail keeps (0: the adapter writes none).
     audit: int = 0

@@ -14,20 +14,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.identity import Key, SignatureRefused
-from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check, normalize
-from tracewire_bus.domain.tree import ModuleTree
+from tracewire_bus.domain.intervention_checks import array_fields
 from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import Block, Declared, Edit, EditRecord, EngineInfo, Hold, Reading, StopWhen
+from tracewire_bus.wire.messages import Block, Edit, EditRecord, EngineInfo, Hold, Reading, StopWhen
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
@@ -36,8 +34,9 @@ from .digests import split_by_edit
 from .engine_api import Rejection
 from .gate import Gate
 from .pending import PendingRecords
+from .placing import Placer
 
-__all__ = ["RequestEdits", "StandingEdits", "place"]
+__all__ = ["RequestEdits", "StandingEdits"]
 
 logger = logging.getLogger("tracewire")
 
@@ -92,23 +91,6 @@ class RequestEdits:
         return [(edit.name, edit.version) for edit in self.edits]
 
 
-def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int, live: dict[str, Any]) -> list[Placed]:
-    """Declared interventions with their locations, for the workers.
-
-    Raises:
-        Rejection: one of them cannot run on this model.
-    """
-    try:
-        places = check(interventions, tree, hidden_size=hidden_size, live=live)
-        plain = normalize(interventions)
-    except DeclarationError as error:
-        raise Rejection(error.field, error.message) from error
-    return [
-        Placed(one, [(f"model.{site.location}", site.value == "residual") for site in sites], pattern)
-        for one, (sites, pattern) in zip(plain, places, strict=True)
-    ]
-
-
 class StandingEdits:
     """The edits of one engine's model. `check_block` refuses a block that cannot run, and `permit` makes the workers'
     permit for a block; `announce` renews the registry's entry of the engine, which says what it runs. `gate` verifies
@@ -119,7 +101,7 @@ class StandingEdits:
         self,
         bus: Bus,
         info: EngineInfo,
-        tree: ModuleTree,
+        placer: Placer,
         check_block: Callable[[Block, Key | None], Awaitable[str]],
         announce: Callable[[], Awaitable[None]],
         permit: Callable[[bytes], bytes] = lambda block: b"",
@@ -128,7 +110,7 @@ class StandingEdits:
     ) -> None:
         self._bus = bus
         self._info = info
-        self._tree = tree
+        self._placer = placer
         self._check_block = check_block
         self._announce = announce
         self._permit = permit
@@ -280,7 +262,7 @@ class StandingEdits:
         for index, name, value in array_fields(edit.interventions):
             if isinstance(value, ArrayRef):
                 raise Rejection(f"interventions[{index}].{name}", "expected an array: an edit has no references")
-        placed = place(edit.interventions, self._tree, self._info.hidden_size, {})
+        placed = self._placer.place(edit.interventions, {})
         return RunnableEdit(
             name=edit.name,
             version=installed.version,

@@ -28,7 +28,7 @@ from tracewire_bus.wire.packing import unpack
 from .block_sources import Sources
 from .code_policy import CodePolicy
 from .engine_api import Rejection
-from .standing_edits import place
+from .placing import Placer
 
 __all__ = ["Blocks", "Validated", "Validator", "refusal"]
 
@@ -71,8 +71,14 @@ class Validator:
     """Checks submissions against one engine's model."""
 
     def __init__(
-        self, info: EngineInfo, tree: ModuleTree, code: CodePolicy | None = None, limits: Limits = DEFAULTS
+        self,
+        info: EngineInfo,
+        tree: ModuleTree,
+        code: CodePolicy | None = None,
+        limits: Limits = DEFAULTS,
+        placer: Placer | None = None,
     ) -> None:
+        self._placer = placer or Placer(info, tree)
         self._info = info
         self._limits = limits
         self._tree = tree
@@ -243,7 +249,7 @@ class Validator:
         placed = self._placed.get(key)
         if placed is None:
             live = {name: value.value for name, value in unpack_live(submission.live).items()}
-            placed = self._encoder.encode(place(interventions, self._tree, self._info.hidden_size, live))
+            placed = self._encoder.encode(self._placer.place(interventions, live))
             if len(key) <= _LONG:
                 if len(self._placed) >= _REMEMBERED:
                     self._placed.clear()

@@ -75,6 +75,7 @@ def adapter_settings(options: argparse.Namespace, number: int, count: int, spans
         code=code_policy(options),
         identity=identity_of(options),
         audit=audit_entries(options),
+        saes=options.autoencoders,
     )
 
 

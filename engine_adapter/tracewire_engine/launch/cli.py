@@ -42,6 +42,7 @@ from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
+from .sae_options import described
 from .sandbox import SandboxError, sandbox
 from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
@@ -195,6 +196,7 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
     try:
         options.url = redis_url(options)
         parse_limits(options.limit)
+        options.autoencoders = described(options.sae)
     except ValueError as error:
         parser.error(str(error))
     options.model = options.model_folder
@@ -280,6 +282,8 @@ def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
         permit_key=options.permit_key,
         code_imports=sorted(limited_imports(options)),
         adapters=options.adapters,
+        saes=dict(options.sae),
+        sae_bytes=options.sae_bytes,
     )
 
 

@@ -49,6 +49,8 @@ from tracewire_engine.protocol.keys import (
     LINK_ADDRESS,
     PERMIT_KEY,
     RAY_CLUSTER,
+    SAE_BYTES,
+    SAES,
     STEP_TOKENS,
     WORKER_PATIENCE,
 )
@@ -216,6 +218,9 @@ class WorkerSettings:
     code_imports: Sequence[str] = ()
     #: How many adapters the engine has.
     adapters: int = 1
+    #: The folders of sparse autoencoders by name, and how many bytes of a device all autoencoders take at most.
+    saes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sae_bytes: int = 1 << 30
 
 
 def build_engine(
@@ -262,6 +267,8 @@ def build_engine(
         PERMIT_KEY: settings.permit_key.hex(),
         CODE_IMPORTS: list(settings.code_imports),
         ADAPTERS: settings.adapters,
+        SAES: {name: str(Path(folder).resolve()) for name, folder in settings.saes.items()},
+        SAE_BYTES: settings.sae_bytes,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor

@@ -155,6 +155,22 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         metavar="NAME=FOLDER",
         help="serve a LoRA adapter (PEFT's format) to the prompts that ask for it by name (repeatable)",
     )
+    group.add_argument(
+        "--sae",
+        action="append",
+        type=name_and_folder,
+        default=[],
+        metavar="NAME=FOLDER",
+        help="have a sparse autoencoder (SAELens's format, or a safetensors file) that traces can name (repeatable)",
+    )
+    group.add_argument(
+        "--sae-bytes",
+        type=whole(0),
+        default=1 << 30,
+        metavar="BYTES",
+        help="how much memory of each GPU sparse autoencoders may take beside the model",
+    )
+    group.set_defaults(autoencoders={})
     # The command makes the key of permits when it starts.
     group.set_defaults(permit_key=b"")
     group.add_argument(

@@ -97,6 +97,10 @@ STEP_TOKENS = "tracewire_step_tokens"
 #: Key of `additional_config`: the Ray cluster that the engine's executor joins (`ray_cluster.Cluster`, as a dict).
 RAY_CLUSTER = "tracewire_ray_cluster"
 
+#: Key of `additional_config`: the folders of the engine's own autoencoders by name, and the bytes that all may take.
+SAES = "tracewire_saes"
+SAE_BYTES = "tracewire_sae_bytes"
+
 #: Key of `additional_config`: how long workers on other machines and the adapter wait for each other, in seconds.
 WORKER_PATIENCE = "tracewire_worker_patience"
 

@@ -6,6 +6,7 @@ import pickle  # noqa: TID251 (nnsight's own collect, within this process)
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from nnsight.modeling.vllm.model_runners import GPUModelRunner as nnsight_runner
 
 from .blocks.request import Request
@@ -21,6 +22,7 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
 
     model: Any
     execute_model_state: Any
+    input_ids: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -69,6 +71,10 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
 
     def generated(self, request_id: str) -> int:
         return len(self.requests[request_id].output_token_ids)
+
+    def step_ids(self) -> torch.Tensor:
+        ids: torch.Tensor = self.input_ids.gpu
+        return ids
 
     def put_taps(self, interleaver: DeclaredInterleaver) -> None:
         self.model = breakable_throughout(self.model, self.vllm_config, interleaver)

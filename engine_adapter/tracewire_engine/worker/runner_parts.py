@@ -26,6 +26,8 @@ from tracewire_engine.protocol.keys import (
     CODE_IMPORTS,
     LINK_ADDRESS,
     PERMIT_KEY,
+    SAE_BYTES,
+    SAES,
 )
 from tracewire_engine.protocol.permits import Permits
 from tracewire_engine.worker.blocks import save_marks, time_limit
@@ -35,6 +37,7 @@ from tracewire_engine.worker.blocks.encoder_guard import encoder_locations
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.blocks.mediator import BlockMediator
 from tracewire_engine.worker.blocks.request import Request
+from tracewire_engine.worker.declared.autoencoder_store import BOUND
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.declared.tap_buffers import made_buffers
@@ -77,6 +80,10 @@ class RunnerParts:
 
     def generated(self, request_id: str) -> int:
         """How many tokens a request that is not in the current step has generated."""
+        raise NotImplementedError
+
+    def step_ids(self) -> torch.Tensor:
+        """The token ids that the step under way computes `[at least tokens]`, on the device, always at one address."""
         raise NotImplementedError
 
     def put_taps(self, interleaver: DeclaredInterleaver) -> None:
@@ -138,7 +145,12 @@ class RunnerParts:
         model.__dict__["_tracewire_sums"] = sums = takes_residual(decoder)
         self.tracewire_norm = find_norm(module, layers)
         self.tracewire_declared = DeclaredRequests(self.device, sums=sums)
-        self.tracewire_declared.decoded.vectors.folder = self.tracewire_inputs
+        vectors = self.tracewire_declared.decoded.vectors
+        vectors.folder = self.tracewire_inputs
+        config = self.vllm_config.additional_config
+        vectors.autoencoders.folders = config.get(SAES) or {}
+        vectors.autoencoders.bound = config.get(SAE_BYTES, BOUND)
+        self.tracewire_declared.ids = self.step_ids
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments

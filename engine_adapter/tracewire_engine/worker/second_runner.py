@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from nnsight.modeling.vllm.collect import dumps_compact
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -52,6 +53,7 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
     cudagraph_manager: Any
     is_last_pp_rank: bool
     req_states: Any
+    input_buffers: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -181,6 +183,10 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
 
     def generated(self, request_id: str) -> int:
         return self.tracewire_states[request_id].generated
+
+    def step_ids(self) -> torch.Tensor:
+        ids: torch.Tensor = self.input_buffers.input_ids
+        return ids
 
     def put_taps(self, interleaver: DeclaredInterleaver) -> None:
         """Do nothing yet: `capture_model` puts them into the manager of CUDA graphs, which vLLM makes later."""

@@ -14,6 +14,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 #: How many of the last numbers of a save are kept, and how many elements of an array are plotted.
 _KEPT, _PLOTTED = 400, 256
 _SHOWN_TOKENS = 4
+#: The parts of an item of a `Features`.
+_FEATURES = ("features", "activations")
 
 
 def sparkline(numbers: Sequence[float], width: int) -> str:
@@ -37,6 +39,8 @@ def value_text(value: Any) -> str:
     """One item of a save as a short text."""
     if isinstance(value, Mapping) and "token_ids" in value:
         return _lens_text(value)
+    if isinstance(value, Mapping) and "features" in value:
+        return _features_text(value)
     number = _number(value)
     return short_value(value if number is None else number)
 
@@ -50,6 +54,15 @@ def _lens_text(value: Mapping[str, Any]) -> str:
         rows = [row[0] for row in shown if row and not isinstance(row[0], list)]
         return " ".join(str(one).strip() or repr(one) for one in rows) or short_value(shown)
     return " ".join(repr(one) for one in shown[:_SHOWN_TOKENS])
+
+
+def _features_text(value: Mapping[str, Any]) -> str:
+    """The strongest features of the last position and location of a `Features`, each with its activation."""
+    rows = [value[name].tolist() if hasattr(value[name], "tolist") else value[name] for name in _FEATURES]
+    while rows[0] and isinstance(rows[0][0], list):
+        rows = [row[-1] for row in rows]
+    found = [f"{one}:{amount:.3g}" for one, amount in zip(*rows, strict=True) if one >= 0]
+    return " ".join(found[:_SHOWN_TOKENS]) or "no feature"
 
 
 def _number(value: Any) -> float | None:

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 
 from tracewire.capture.intervention import Intervention
 from tracewire.errors import TraceRejected, UnknownOption
-from tracewire_bus.wire.messages import DeclaredIntervention, LogitLens
+from tracewire_bus.wire.messages import DeclaredIntervention, Lens, LogitLens
 
 from .blocks import BLOCK, load_block
 from .chat_options import Conversation, add_chat_options, conversation_of
 from .commands import UsageError
 from .model_names import add_model
 from .specs import (
+    DECLARE,
     LENS,
     PROBE,
     STEER,
     Spec,
+    declare_specs,
     declared,
     lens_spec,
     named_value,
@@ -66,7 +68,7 @@ class Request(NamedTuple):
         found |= {"max_tokens": min(MAX_TOKENS, context // 2), **self.sampling, **self.conversation.options}
         if self.live:
             found["live"] = self.live
-        if any(isinstance(one, LogitLens) for one in self.interventions):
+        if any(isinstance(one, LogitLens | Lens) for one in self.interventions):
             found["token_strings"] = True
         return found
 
@@ -105,10 +107,12 @@ def add_interventions(parser: argparse.ArgumentParser, *, block: bool = True) ->
     add = group.add_argument
     what = f"add a vector, times a number or a live parameter (alpha, alpha=0): '{STEER[1]}'; [,positions=...]"
     add("--steer", type=steer_spec, action="append", default=[], metavar=STEER[0], help=what)
-    what = f"save the values, or their projection on a vector: '{PROBE[1]}'; [,reduce=norm|mean][,positions=...]"
+    what = f"save the values, or their projection on a vector: '{PROBE[1]}'; [,reduce=norm|mean|...][,positions=...]"
     add("--probe", type=probe_spec, action="append", default=[], metavar=PROBE[0], help=what)
     what = f"save the likeliest tokens by the logit lens: '{LENS[1]}'; [,positions=...]"
     add("--lens", type=lens_spec, action="append", default=[], metavar=LENS[0], help=what)
+    what = f"declare any intervention by its JSON form, as over HTTP: '{DECLARE[1]}' (repeatable)"
+    add("--declare", type=declare_specs, action="append", default=[], metavar=DECLARE[0], help=what)
     if block:
         what = "run an intervention of a Python file, which is executed: 'probes.py::watch'"
         add("--block", metavar=BLOCK, help=what)
@@ -133,8 +137,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def specs_of(options: argparse.Namespace) -> list[Spec]:
-    """The interventions of the options: edits first, in their order, then reads."""
-    return [*options.steer, *options.probe, *options.lens]
+    """The interventions of the options: edits first, in their order, then reads, then those in JSON."""
+    return [*options.steer, *options.probe, *options.lens, *(spec for specs in options.declare for spec in specs)]
 
 
 def bound_block(options: argparse.Namespace) -> Intervention | None:

@@ -1,5 +1,7 @@
 """The short forms of interventions and values in options: `--steer`, `--probe`, `--lens`, `--live`, `--sampling`.
 
+Every other intervention has its JSON form: `--declare`.
+
     --steer 'residual(4)@direction.npy*8'            add 8 times a vector to the residual stream after layer 4
     --steer 'residual(4)@direction.npy*alpha=0'      the factor is the live parameter alpha, which starts at 0
     --steer 'residual(4)@calm@3*8'                   likewise, a vector of the library
@@ -15,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tracewire.traces.library_names import parsed
 from tracewire_bus.wire.messages import DeclaredIntervention, Live, LogitLens, Positions, Probe, Reading, Steer
@@ -23,10 +26,12 @@ from tracewire_bus.wire.messages import DeclaredIntervention, Live, LogitLens, P
 from .vectors import is_file, load_vector
 
 __all__ = [
+    "DECLARE",
     "LENS",
     "PROBE",
     "STEER",
     "Declared",
+    "declare_specs",
     "declared",
     "lens_spec",
     "named_value",
@@ -39,9 +44,12 @@ __all__ = [
 STEER = ("AT@VECTOR[*FACTOR]", "residual(4)@direction.npy*8")
 PROBE = ("[NAME=]AT[@VECTOR]", "projection=residual(4)@direction.npy")
 LENS = ("[NAME=]AT", "lens=residual(*),top_k=3")
+DECLARE = ("JSON|@FILE", '{"do": "probe", "name": "p", "at": "residual(4)", "when": {"every": 2}}')
 
 _POSITIONS = get_args(Positions)
-_ACTIVATIONS, _REDUCTIONS = ("none", "sigmoid", "softmax"), ("none", "mean", "norm")
+#: Characters of a JSON text that are named in errors.
+_SHOWN = 60
+_ACTIVATIONS, _REDUCTIONS = (tuple(get_args(get_type_hints(Probe)[name])) for name in ("activation", "reduce"))
 
 
 class Spec(NamedTuple):
@@ -110,6 +118,25 @@ def lens_spec(text: str) -> Spec:
             raise argparse.ArgumentTypeError(f"top_k: expected a number of tokens, got {more['top_k']!r}")
         more["top_k"] = int(more["top_k"])
     return Spec(_option("lens", text), LogitLens(name=name, at=at, **more), {})
+
+
+def declare_specs(text: str) -> list[Spec]:
+    """An argparse converter for `--declare`: an intervention as JSON, or several in a list; or a file with either."""
+    from tracewire.errors import TraceRejected
+    from tracewire.gateway.json_values import interventions_of
+
+    try:
+        given = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {DECLARE[0]}, as in {DECLARE[1]!r}; {error}") from None
+    option = _option("declare", text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+    try:
+        found = interventions_of(given if isinstance(given, list) else [given], "declare")
+    except TraceRejected as error:
+        raise argparse.ArgumentTypeError(f"{error.field}: {error.message}") from None
+    return [Spec(option, one, {}) for one in found]
 
 
 def _option(name: str, text: str) -> str:

@@ -65,13 +65,29 @@ def _check_plan(submission: Submission, engines: Sequence[EngineInfo]) -> None:
             raise TraceRejected(field, why)
 
 
+def _check_conditions_known(submission: Submission, engines: Sequence[EngineInfo]) -> None:
+    """Refuse conditions for an engine that would ignore them."""
+    index = next((place for place, one in enumerate(submission.interventions) if one.when is not None), None)
+    if index is None:
+        return
+    for engine in engines:
+        major, _, minor = engine.schema.partition(".")
+        if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) < (2, 4):
+            why = f"engine {engine.engine} is of a version that knows no conditions, and would run the trace without"
+            raise TraceRejected(f"interventions[{index}].when", why)
+
+
 def _check_interventions(submission: Submission, model: ServedModel) -> None:
     if not submission.interventions:
         return
-    from tracewire_bus.domain.intervention_checks import DeclarationError, check_encoded
+    from tracewire_bus.domain.intervention_checks import DeclarationError, KnownModel, check_encoded
 
+    _check_conditions_known(submission, model.engines)
+    known = KnownModel(tuple(name for name in (model.info.name, model.info.path) if name))
     try:
-        check_encoded(submission.interventions, submission.live, model.trees, hidden_size=model.info.hidden_size)
+        check_encoded(
+            *(submission.interventions, submission.live, model.trees), hidden_size=model.info.hidden_size, model=known
+        )
     except DeclarationError as error:
         raise TraceRejected(error.field, error.message) from None
 

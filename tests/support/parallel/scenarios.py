@@ -19,18 +19,26 @@ from tracewire import (
     Ablate,
     Clamp,
     Client,
+    Coordinates,
+    Features,
     Final,
+    Hold,
+    Lens,
     Live,
     LogitLens,
     Model,
     Output,
     Patch,
     Probe,
+    Project,
     Restarted,
+    SparseAutoencoder,
     Steer,
+    SteerFeatures,
     StopWhen,
     TraceEnded,
     TraceFailed,
+    When,
 )
 from tracewire_bus.wire.columns import layout_of
 from tracewire_bus.wire.messages import Columns
@@ -422,6 +430,61 @@ async def declared_errors(client: Client, model: Model) -> Any:
         came_to = await outcome(client, model, interventions=[wrong])
         found.append([came_to["status"], came_to["error"]])
     return found
+
+
+@scenario
+async def declared_conditions(client: Client, model: Model) -> Any:
+    vector, found = direction(model), []
+    for when in (
+        When(probe="score", above=-0.5, release=-2.0),
+        When(probe="score", below=0.5, start=1, stop=5),
+        When(every=2),
+        When(text=" "),
+        When(part="answer"),
+    ):
+        interventions = [
+            Probe("score", "residual(2)", vector),
+            Steer("residual(3)", vector, scale=3.0, when=when),
+            Probe("after", "residual(3)", when=when),
+        ]
+        found.append(await outcome(client, model, interventions=interventions))
+    return [[one["status"], *(choice[:2] for choice in one["choices"])] for one in found]
+
+
+@scenario
+async def declared_hold(client: Client, model: Model) -> Any:
+    vector, found = direction(model), []
+    for more in ({}, {"gain": 0.1, "proportional": 0.05}, {"gain": 0.1, "when": When(part="answer")}):
+        probe = Probe("value", "residual(3)", vector)
+        hold = Hold("strength", "residual(3)", vector, "value", 2.0, min=-4.0, max=4.0, **more)
+        found.append(await outcome(client, model, interventions=[probe, hold, Probe("after", "residual(3)", vector)]))
+    return found
+
+
+@scenario
+async def declared_features(client: Client, model: Model) -> Any:
+    width = model.info.hidden_size
+    encoder, decoder = np.random.default_rng(3).normal(size=(2, 48, width)).astype(np.float32) / 16
+    found = []
+    for kind in ({}, {"architecture": "jumprelu", "threshold": np.full(48, 0.2, np.float32)}):
+        sae = SparseAutoencoder(encoder, decoder, **kind)
+        reads = [Features("chosen", "residual(2)", sae, indices=[1, 7]), Probe("after", "residual(2)")]
+        edit = SteerFeatures("residual(2)", sae, [1, 7], scale=0.5, add=2.0)
+        found.append(await outcome(client, model, interventions=[reads[0], edit, reads[1]]))
+    return found
+
+
+@scenario
+async def declared_maps_and_subspaces(client: Client, model: Model) -> Any:
+    width = model.info.hidden_size
+    basis = np.random.default_rng(4).normal(size=(3, width)).astype(np.float32)
+    reads = [
+        Lens("lens", "residual(2)", np.eye(width, dtype=np.float32), top_k=1),
+        Coordinates("coordinates", "residual(*)", basis),
+        Probe("moments", "residual(6)", reduce="moments"),
+    ]
+    edits = [Project("residual(3)", basis, remove=True), Project("residual(5)", basis, strength=0.25)]
+    return await outcome(client, model, interventions=[*edits, *reads])
 
 
 # --- steered while it runs --------------------------------------------------------------------------------------------

@@ -566,7 +566,7 @@ class DeclaredRequests:
         if not plan.collectors or any(isinstance(collector.one, LogitLens | Lens) for collector in plan.collectors):
             return
         only = plan.collectors[0] if len(plan.collectors) == 1 else None
-        if only is not None and not only.pattern and only.found[0] is not None and only.found[0].is_contiguous():
+        if only is not None and only.saves_found and only.found[0] is not None and only.found[0].is_contiguous():
             join.flat = raw(only.found[0])
             return
         joined: list[torch.Tensor] = []

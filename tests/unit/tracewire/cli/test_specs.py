@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracewire import Live, LogitLens, Probe, Steer
+from tracewire import Hold, Live, LogitLens, Probe, Steer, When
 from tracewire.cli.specs import (
+    DECLARE,
     LENS,
     PROBE,
     STEER,
+    declare_specs,
     declared,
     lens_spec,
     named_value,
@@ -91,7 +93,7 @@ def test_lens() -> None:
         (steer_spec, "residual(4)@direction.npy,positions=none", "positions: expected one of last, all, prompt"),
         (probe_spec, "=", "expected [NAME=]AT[@VECTOR], as in"),
         (probe_spec, "p=residual(4)@", "expected [NAME=]AT[@VECTOR], as in"),
-        (probe_spec, "p=residual(4),reduce=max", "reduce: expected one of none, mean, norm, got 'max'"),
+        (probe_spec, "p=residual(4),reduce=median", "reduce: expected one of none, mean, norm, l1, max, moments"),
         (lens_spec, "residual(4)@direction.npy", "expected [NAME=]AT, as in"),
         (lens_spec, "residual(4),top_k=0", "top_k: expected a number of tokens, got '0'"),
         (named_value, "alpha", "expected NAME=VALUE, as in alpha=8"),
@@ -110,6 +112,28 @@ def test_what_is_wrong_is_named_with_an_example(
 def test_the_examples_of_the_help_are_read(folder: Path) -> None:
     for convert, (_, example) in ((steer_spec, STEER), (probe_spec, PROBE), (lens_spec, LENS)):
         assert convert(example).one.at == "residual(*)" if convert is lens_spec else "residual(4)"
+
+
+def test_any_intervention_in_json(folder: Path) -> None:
+    (spec,) = declare_specs(DECLARE[1])
+    assert spec.one == Probe("p", "residual(4)", when=When(every=2))
+    hold = (
+        '{"do": "hold", "name": "s", "at": "residual(1)", "vector": [1, 0], "probe": "p", "target": {"live": "x"}, '
+        '"min": -1, "max": 1}'
+    )
+    (folder / "both.json").write_text(f"[{DECLARE[1]}, {hold}]")
+    _, second = declare_specs("@both.json")
+    assert isinstance(second.one, Hold)
+    assert second.one.target == Live("x")
+    for text, says in [
+        ("{", "expected JSON|@FILE"),
+        ("@none.json", "none.json"),
+        ('{"do": "hold"}', "declare[0]: Object missing required field"),
+        ('{"do": "probe", "name": "p", "at": "a", "how": 1}', "declare[0].how: unknown field"),
+    ]:
+        with pytest.raises(argparse.ArgumentTypeError) as error:
+            declare_specs(text)
+        assert says in str(error.value)
 
 
 def test_values(folder: Path) -> None:

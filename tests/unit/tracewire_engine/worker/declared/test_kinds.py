@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tracewire_bus.wire.messages import Patch, Probe, Steer
+from tracewire_bus.wire.messages import Features, Hold, Patch, Probe, Steer
 from tracewire_engine.worker.declared.groups import EditGroup, ReadGroup
 from tracewire_engine.worker.declared.kinds import group_kind
+from tracewire_engine.worker.declared.later_groups import FeaturesGroup, HoldGroup
 from tracewire_engine.worker.declared.patches import PatchGroup
 
 
@@ -16,5 +17,7 @@ def test_a_kind_has_its_own_group_or_that_of_all_reads_or_edits() -> None:
         return group_kind(cast(Any, SimpleNamespace(one=one, reads=isinstance(one, Probe))))
 
     assert of(Patch("", None)) is PatchGroup
+    assert of(Features("f", "", "sae")) is FeaturesGroup
+    assert of(Hold("s", "", None, "p", 1.0, 0.0, 1.0)) is HoldGroup
     assert of(Probe("p", "")) is ReadGroup
     assert of(Steer("", None)) is EditGroup
