@@ -75,6 +75,7 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
+    AttentionPattern,
     Autoencoder,
     ChatMessage,
     Clamp,
@@ -82,6 +83,8 @@ from tracewire_bus.wire.messages import (
     DeclaredIntervention,
     Features,
     FirstToken,
+    HeadAblate,
+    HeadProbe,
     Hold,
     Lens,
     Live,
@@ -201,6 +204,7 @@ __all__ = [
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
+    "AttentionPattern",
     "Autoencoder",
     "BlockError",
     "BlockOnly",
@@ -254,6 +258,8 @@ __all__ = [
     "HarvestMissing",
     "HarvestOptions",
     "HarvestProgress",
+    "HeadAblate",
+    "HeadProbe",
     "Hold",
     "IntegrityError",
     "Intervention",

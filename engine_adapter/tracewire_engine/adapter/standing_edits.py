@@ -103,7 +103,12 @@ def place(interventions: Sequence[Declared], tree: ModuleTree, hidden_size: int,
     except DeclarationError as error:
         raise Rejection(error.field, error.message) from error
     return [
-        Placed(one, [(f"model.{site.location}", site.value == "residual") for site in sites], pattern)
+        Placed(
+            one,
+            [(f"model.{site.location}", site.value == "residual") for site in sites],
+            pattern,
+            (sites[0].heads, sites[0].head_size) if sites else (0, 0),
+        )
         for one, (sites, pattern) in zip(plain, places, strict=True)
     ]
 
