@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tracewire_bus.domain.intervention_checks import normalize
-from tracewire_bus.wire.messages import AttentionPattern, Probe
+from tracewire_bus.wire.messages import AttentionPattern, Probe, When
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
@@ -193,6 +193,23 @@ def test_too_many_keys_and_too_large_a_pattern_are_refused(monkeypatch: pytest.M
         failure = declared.live["r"].failure
         assert failure is not None
         assert message in failure.message
+
+
+def test_where_a_condition_does_not_hold_nothing_is_told_and_the_keys_are_kept() -> None:
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    one = Sequence("r", 3, 8, [AttentionPattern("p", "", heads=[0], top_k=2, when=When(start=2))])
+    one.add(declared)
+    for count in (3, 1, 1, 1):
+        step(declared, [(one, count)])
+    assert declared.live["r"].failure is None
+    places, weights = (torch.cat(one.found[f"p.{part}"])[:, 0] for part in ("positions", "weights"))
+    assert places[:2].tolist() == [[-1, -1]] * 2
+    assert weights[:2].isnan().all()
+    for row, position in ((2, 4), (3, 5)):
+        expected = one.weights(position, [0], module())[0].topk(2)
+        torch.testing.assert_close(weights[row], expected.values)
+        assert places[row].tolist() == expected.indices.tolist()
 
 
 def test_ranks_add_up_the_weights_of_their_own_heads() -> None:
