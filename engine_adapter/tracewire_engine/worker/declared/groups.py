@@ -284,7 +284,9 @@ class Collector:
 
 def raw(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor: uint8 `[bytes]`."""
-    return values.contiguous().view(-1).view(torch.uint8)
+    flat = values.contiguous().view(-1)
+    # torch takes a slice of one element for contiguous, whatever its stride.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]

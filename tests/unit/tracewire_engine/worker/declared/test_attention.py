@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +211,27 @@ def test_where_a_condition_does_not_hold_nothing_is_told_and_the_keys_are_kept()
         expected = one.weights(position, [0], module())[0].topk(2)
         torch.testing.assert_close(weights[row], expected.values)
         assert places[row].tolist() == expected.indices.tolist()
+
+
+def test_one_weight_leaves_the_device_as_its_bytes() -> None:
+    """torch takes a slice of one element for contiguous, though it has the stride of the whole."""
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    one = Sequence("r", 4, 8, [AttentionPattern("p", "", heads=[2], top_k=1)])
+    one.add(declared)
+    state: Any = {"r": one.state}
+    declared.begin(["r"], {"r": 4}, 4, state)
+    declared.hooks[AT].run(((one.queries[:4].flatten(1), one.keys[:4].flatten(1)), {}))
+    collected = declared.collect(lambda _: None)
+    assert collected is not None
+    layout, _, flat = collected
+    assert layout is not None
+    expected = one.weights(3, [2], module()).topk(1)
+    ((slot,),) = [entry.slots for entry in layout.entries]
+    data = flat.numpy().tobytes()
+    found = {part.key: data[part.offset : part.offset + part.size] for part in slot.parts}
+    assert int.from_bytes(found["positions"], "little", signed=True) == int(expected.indices[0, 0])
+    assert struct.unpack("<f", found["weights"])[0] == pytest.approx(float(expected.values[0, 0]), rel=1e-5)
 
 
 def test_ranks_add_up_the_weights_of_their_own_heads() -> None:
