@@ -1,4 +1,4 @@
-"""Finds a model's decoder layers and its final norm, and whether its layers pass the residual stream separately."""
+"""Finds a model's decoder layers, their attention heads and the final norm, and how layers pass the residual stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from tracewire_bus.domain.python_source import parse_source
+from tracewire_bus.wire.messages import AttentionInfo
 
-__all__ = ["find_layers", "find_norm", "takes_residual"]
+__all__ = ["find_attention", "find_layers", "find_norm", "takes_residual"]
 
 _LAYER_LISTS = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers|block)$")
 
@@ -32,6 +34,68 @@ def find_layers(paths: Iterable[tuple[str, torch.nn.Module]], count: int = 0) ->
             if its > rank:
                 best, rank = path, its
     return best
+
+
+def find_attention(model: torch.nn.Module, layers: str) -> list[AttentionInfo]:
+    """The attention heads of the decoder layers (which are at `layers`), of a model as one rank has it.
+
+    A layer's heads are found where the layer has one of vLLM's `Attention` modules, and beside it one row-parallel
+    projection that takes the heads, side by side. Layers of another kind are left out: several attentions (as with
+    encoders), latent attention, recurrent layers, and attention that a library computes outside the layer.
+    """
+    found = []
+    for index, layer in enumerate(model.get_submodule(layers) if layers else ()):
+        attentions = [(path, one) for path, one in layer.named_modules() if _is_attention(one)]
+        if len(attentions) != 1:
+            continue
+        ((path, attention),) = attentions
+        heads, size = int(attention.num_heads), int(getattr(attention, "head_size_v", attention.head_size))
+        parent = path.rpartition(".")[0]
+        outputs = [
+            name
+            for name, child in layer.get_submodule(parent).named_children()
+            if getattr(child, "input_is_parallel", False) and getattr(child, "input_size", 0) == heads * size
+        ]
+        if len(outputs) == 1:
+            above = f"{layers}.{index}." + (f"{parent}." if parent else "")
+            found.append(
+                AttentionInfo(
+                    layer=index,
+                    module=f"{layers}.{index}.{path}",
+                    output=above + outputs[0],
+                    heads=heads,
+                    kv_heads=int(attention.num_kv_heads),
+                    head_size=size,
+                    opaque=_opaque(attention),
+                )
+            )
+    return found
+
+
+def _opaque(attention: Any) -> str:
+    """Why the pattern of a module of vLLM's attention cannot be computed from its queries and keys; `""` if it can."""
+    impl = getattr(attention, "impl", None)
+    if not isinstance(getattr(impl, "scale", None), float):
+        return "its kernel does not say by what it scales the scores"
+    if getattr(impl, "alibi_slopes", None) is not None:
+        return "it adds biases by distance (ALiBi) to the scores"
+    if getattr(impl, "sinks", None) is not None or getattr(attention, "has_sink", False):
+        return "it has attention sinks beside the positions"
+    if getattr(attention, "kv_sharing_target_layer_name", None):
+        return "it uses the keys of another layer"
+    kind = getattr(attention, "attn_type", "decoder")
+    if getattr(kind, "value", kind) != "decoder":
+        return "it is not a decoder's attention"
+    dtype = str(getattr(attention, "kv_cache_dtype", "auto"))
+    if dtype not in ("auto", "bfloat16", "float16", "float32", "half"):
+        return f"it reads keys that were rounded to {dtype} in the KV cache"
+    return ""
+
+
+def _is_attention(module: Any) -> bool:
+    """Whether a module is vLLM's attention of a decoder, with keys and values of its own per head."""
+    named = all(hasattr(module, name) for name in ("num_heads", "num_kv_heads", "head_size", "kv_cache"))
+    return named and type(module).__name__ == "Attention"
 
 
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")

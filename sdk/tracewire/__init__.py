@@ -83,6 +83,7 @@ from tracewire_bus.store.trace_records import LiveState
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import (
     Ablate,
+    AttentionPattern,
     Autoencoder,
     ChatMessage,
     Clamp,
@@ -90,6 +91,8 @@ from tracewire_bus.wire.messages import (
     DeclaredIntervention,
     Features,
     FirstToken,
+    HeadAblate,
+    HeadProbe,
     Hold,
     Lens,
     Live,
@@ -210,6 +213,7 @@ __all__ = [
     "AlreadyEntered",
     "AmbiguousResult",
     "ArrayRef",
+    "AttentionPattern",
     "Autoencoder",
     "BlockError",
     "BlockOnly",
@@ -268,6 +272,8 @@ __all__ = [
     "HarvestMissing",
     "HarvestOptions",
     "HarvestProgress",
+    "HeadAblate",
+    "HeadProbe",
     "Hold",
     "IntegrityError",
     "Intervention",

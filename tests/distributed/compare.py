@@ -31,6 +31,7 @@ TAPPED = [
         "model.embed_tokens.input",
         "model.embed_tokens.output",
         "model.layers.*.self_attn.qkv_proj.output",
+        "model.layers.*.self_attn.attn.input",
         "model.layers.*.self_attn.o_proj.input",
         "model.layers.*.mlp.gate_up_proj.output",
         "model.layers.*.mlp.down_proj.input",

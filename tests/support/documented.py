@@ -172,6 +172,7 @@ CODE_RUN_BY = {
     "docs/howto/typing.md": (_HOWTO + "a_page_of_cells", _ENGINE + "a_typed_block"),
     "docs/lenses.md": ("tests/e2e/tracing/test_later_kinds.py::test_the_code_of_the_pages_runs",),
     "docs/nnsight.md": (_ENGINE + "the_code_of_nnsight_s_page",),
+    "docs/heads.md": ("tests/e2e/tracing/test_heads.py::test_the_code_of_the_page_runs",),
     "docs/patching.md": ("tests/e2e/tracing/test_patching.py::test_the_code_of_the_page_runs",),
     "docs/recorder.md": ("tests/e2e/tracing/test_recorder.py::test_the_code_of_the_page_runs",),
     "docs/tutorial.md": (_HOWTO + "the_tutorial", _ENGINE + "the_tutorial_finds_a_direction_and_steers_along_it"),

@@ -34,6 +34,7 @@ from tracewire_bus.wire.messages import (
     Coordinates,
     Declared,
     Features,
+    HeadAblate,
     Hold,
     Lens,
     Live,
@@ -49,7 +50,7 @@ from tracewire_bus.wire.messages import (
 from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_bus.wire.refs import ArrayRef, encode_ref, is_vector
 
-from . import patch_checks
+from . import head_checks, patch_checks
 from .autoencoders import SparseAutoencoder
 from .condition_checks import (
     check_conditions,
@@ -93,6 +94,7 @@ MAX_TOP_K: Final = 1024
 MAX_AT: Final = 1000
 
 _RESIDUAL = re.compile(r"residual\((.*)\)")
+_HEADS = re.compile(r"heads\((.*)\)")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -105,10 +107,14 @@ _VECTORS: Final[dict[type, str]] = {
     Patch: "values",
     Project: "basis",
     Hold: "vector",
+    HeadAblate: "mean",
 }
 #: Fields with a list of integers, which are no arrays; and what a field of another type than these takes.
-_LISTS: Final = frozenset({"positions", "indices"})
-_EXPECTED: Final = {"positions": "an index, a list of indices, a slice 'a:b' or a name of Positions"}
+_LISTS: Final = frozenset({"positions", "indices", "heads"})
+_EXPECTED: Final = {
+    "positions": "an index, a list of indices, a slice 'a:b' or a name of Positions",
+    "heads": "a head's number, or a list of them",
+}
 #: Likewise with arrays that no live parameter stands for.
 _ARRAYS: Final[dict[type, tuple[str, ...]]] = {
     Probe: ("weight", "bias"),
@@ -128,11 +134,15 @@ _Value: TypeAlias = Literal["residual", "output", "input"]
 class Site(msgspec.Struct, frozen=True):
     """One location in a model: a module's path, and which of the module's values.
 
-    The path of a `residual` is that of the decoder layer after which the stream is read.
+    The path of a `residual` is that of the decoder layer after which the stream is read. The path of `heads` is that of
+    the attention's output projection, whose input has the heads.
     """
 
     path: str
     value: _Value
+    #: Of `heads(...)`: how many attention heads, and their size.
+    heads: int = 0
+    head_size: int = 0
 
     @property
     def location(self) -> str:
@@ -154,6 +164,11 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
     stream = _RESIDUAL.fullmatch(at)
     if stream is not None:
         return _layers(tree, stream[1].strip())
+    of_heads = _HEADS.fullmatch(at)
+    if of_heads is not None:
+        chosen, pattern = _chosen(tree, of_heads[1].strip(), "heads")
+        found = head_checks.layers_of_heads(tree, chosen)
+        return [Site(one.output, "input", one.heads, one.head_size) for one in found], pattern
     path, value = at, "output"
     for suffix in ("output", "input"):
         if path.endswith("." + suffix) and not tree.knows(path):
@@ -164,10 +179,10 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
             raise ValueError(f"the model has no module {path!r}" + (f"; the nearest is {near!r}" if near else ""))
         return [Site(path, value)], False  # type: ignore[arg-type]
     steps = [step.split("*") for step in path.split(".")]
-    found = [Site(known, value) for known in tree.paths if _matches(steps, known)]  # type: ignore[arg-type]
-    if not found:
+    matching = [Site(known, value) for known in tree.paths if _matches(steps, known)]  # type: ignore[arg-type]
+    if not matching:
         raise ValueError(f"no module of the model matches {path!r}")
-    return found, True
+    return matching, True
 
 
 def _matches(steps: Sequence[Sequence[str]], path: str) -> bool:
@@ -196,24 +211,29 @@ def _step_matches(pieces: Sequence[str], step: str) -> bool:
 
 
 def _layers(tree: ModuleTree, which: str) -> tuple[list[Site], bool]:
+    chosen, pattern = _chosen(tree, which, "residual")
+    return [Site(f"{tree.layers}.{index}", "residual") for index in chosen], pattern
+
+
+def _chosen(tree: ModuleTree, which: str, name: str) -> tuple[list[int], bool]:
+    """The layers that stand in the parentheses behind `name`, and whether they may be several."""
     count = tree.layer_count
     if not count:
-        raise ValueError("residual() needs a list of decoder layers, and this model has none")
+        raise ValueError(f"{name}() needs a list of decoder layers, and this model has none")
     if re.fullmatch(r"-?\d+", which):
         index = int(which)
         if not -count <= index < count:
-            raise ValueError(f"residual({index}): the model has {count} layers, 0 to {count - 1}")
-        chosen, pattern = [index % count], False
-    elif which == "*":
-        chosen, pattern = list(range(count)), True
-    elif (span := _SLICE.fullmatch(which)) is not None:
+            raise ValueError(f"{name}({index}): the model has {count} layers, 0 to {count - 1}")
+        return [index % count], False
+    if which == "*":
+        return list(range(count)), True
+    if (span := _SLICE.fullmatch(which)) is not None:
         start, stop = (None if bound is None else int(bound) for bound in span.groups())
-        chosen, pattern = list(range(count))[start:stop], True
+        chosen = list(range(count))[start:stop]
         if not chosen:
-            raise ValueError(f"residual({which}) is empty: the model has {count} layers, 0 to {count - 1}")
-    else:
-        raise ValueError(f"expected a layer's index, 'a:b' or '*' in residual(...), got {which!r}")
-    return [Site(f"{tree.layers}.{index}", "residual") for index in chosen], pattern
+            raise ValueError(f"{name}({which}) is empty: the model has {count} layers, 0 to {count - 1}")
+        return chosen, True
+    raise ValueError(f"expected a layer's index, 'a:b' or '*' in {name}(...), got {which!r}")
 
 
 # --- types and values -------------------------------------------------------------------------------------------------
@@ -559,6 +579,10 @@ def _check_values(
     field: str,
 ) -> None:
     width = hidden_size if any(site.value == "residual" for site in sites) else None
+    size = (sites[0].heads, sites[0].head_size) if sites[0].heads else None
+    what = "the model's hidden size is"
+    if size is not None:
+        width, what = size[0] * size[1], f"{getattr(one, 'at', '')!r} has {size[0]} heads of {size[1]}, together"
     for name in _NUMBERS[type(one)]:
         check_number(getattr(one, name), f"{field}.{name}")
     if isinstance(one, Clamp) and one.min is None and one.max is None:
@@ -566,18 +590,22 @@ def _check_values(
     if isinstance(one, Probe):
         if one.weight is not None:
             if one.reduce not in ("none", "mean"):
-                what = "moments are" if one.reduce == "moments" else "a norm is"
-                raise DeclarationError(f"{field}.reduce", f"{what} taken of the value itself: leave the weight out")
-            shape = check_array(one.weight, f"{field}.weight", (1, 2), width)
+                taken = "moments are" if one.reduce == "moments" else "a norm is"
+                raise DeclarationError(f"{field}.reduce", f"{taken} taken of the value itself: leave the weight out")
+            shape = check_array(one.weight, f"{field}.weight", (1, 2), width, what=what)
             if one.bias is not None:
                 _check_bias(one.bias, f"{field}.bias", shape)
         elif one.bias is not None or one.activation != "none":
             part = "bias" if one.bias is not None else "activation"
             raise DeclarationError(f"{field}.{part}", f"a {part} needs a weight")
     name = _VECTORS.get(type(one), "")
+    if isinstance(one, head_checks.HEAD_KINDS):
+        head_checks.check_heads(one, size, live, field)
     if isinstance(one, Patch):
-        patch_checks.check_patch(one, live, width, field)
-    elif name:
+        heads = head_checks.head_list(one)
+        row = (width,) if heads is None or size is None else (len(heads), size[1])
+        patch_checks.check_patch(one, live, row, field, what=what)
+    elif name and not isinstance(one, HeadAblate):
         given = getattr(one, name)
         found = live_name(given)
         value = live.get(found) if found is not None else given
@@ -585,7 +613,7 @@ def _check_values(
             return
         if found is not None and not is_array(value):
             return  # `check` reports the type of a live parameter itself
-        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate | Project) else (1,), width)
+        check_array(value, f"{field}.{name}", (1, 2) if isinstance(one, Ablate | Project) else (1,), width, what=what)
 
 
 def _check_bias(value: Any, field: str, shape: tuple[int, ...]) -> None:

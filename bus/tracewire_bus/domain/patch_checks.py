@@ -56,14 +56,23 @@ def _bounds(text: str) -> tuple[int | None, int | None]:
     return start, stop
 
 
-def check_patch(one: Patch, live: Mapping[str, Any], width: int | None, field: str) -> None:
+def check_patch(
+    one: Patch,
+    live: Mapping[str, Any],
+    row: tuple[int | None, ...],
+    field: str,
+    *,
+    what: str = "the model's hidden size is",
+) -> None:
     """Check a patch against a model.
 
     Args:
         one: the patch.
         live: the values of the trace's live parameters, by name.
-        width: of a row of the values at the location; `None` if it is not known.
+        row: the shape of the value of a position: `(width,)`, or `(heads, head_size)` of the heads that it names.
+            A `None` in it is not known.
         field: names the patch in errors.
+        what: begins the error about another width.
 
     Raises:
         DeclarationError: it is invalid, or does not fit.
@@ -80,8 +89,11 @@ def check_patch(one: Patch, live: Mapping[str, Any], width: int | None, field: s
     value = live.get(given) if given is not None else one.values
     if given is not None and not is_array(value):
         return  # `check` reports the type of a live parameter itself
-    shape = check_array(value, f"{field}.values", (1, 2), width)
-    if len(shape) == 2:
+    dimensions = len(row)
+    shape = check_array(value, f"{field}.values", (dimensions, dimensions + 1), row[-1], what=what)
+    if dimensions == 2 and shape[-2] != row[0]:
+        raise DeclarationError(f"{field}.values", f"expected values of {row[0]} heads, got an array of {list(shape)}")
+    if len(shape) > dimensions:
         _check_rows(positions, shape[0], f"{field}.values")
 
 
@@ -110,7 +122,8 @@ def check_prompt(interventions: Sequence[Declared], prompt: int) -> None:
             except ValueError as error:
                 raise DeclarationError(f"{field}.positions", str(error)) from None
             shape: tuple[int, ...] = getattr(one.values, "shape", ())
-            if found is not None and len(shape) == 2 and shape[0] != len(found):
+            rows = len(shape) == (2 if one.heads is None else 3)
+            if found is not None and rows and shape[0] != len(found):
                 raise DeclarationError(
                     f"{field}.values", f"expected a row for each of {len(found)} positions, got {shape[0]}"
                 )

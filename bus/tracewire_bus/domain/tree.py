@@ -102,6 +102,7 @@ class ModuleTree:
     Attributes:
         layers: the path of the list of decoder layers; `""` if unknown.
         layer_count: the number of decoder layers.
+        attention: the attention of the decoder layers whose heads the engine knows, by the layer's number.
         taps: the only locations that an engine with CUDA graphs serves; empty if the engine serves all.
         checked_blocks: cache of `check_block`.
         fitting_interventions: cache of `intervention_checks.check_encoded`: digests of interventions that fit.
@@ -111,6 +112,7 @@ class ModuleTree:
         self.layers = info.layers
         self.layer_count = info.layer_count
         self.taps = frozenset(info.taps)
+        self.attention = {one.layer: one for one in info.attention}
         # Caches, since services send the same blocks and interventions repeatedly.
         self.checked_blocks: dict[tuple[Any, ...], list[PathProblem]] = {}
         self.fitting_interventions: set[bytes] = set()

@@ -32,18 +32,34 @@ def check_number(value: Any, field: str) -> None:
         raise DeclarationError(field, "expected a finite number, got an infinity")
 
 
-def check_array(value: Any, field: str, dimensions: tuple[int, ...], width: int | None) -> tuple[int, ...]:
+def check_array(
+    value: Any, field: str, dimensions: tuple[int, ...], width: int | None, *, what: str = "the model's hidden size is"
+) -> tuple[int, ...]:
+    """Check the type, the shape and the elements of an array, and return the shape.
+
+    Args:
+        value: an array, or a reference to a vector.
+        field: names the array in errors.
+        dimensions: how many dimensions it may have.
+        width: its last dimension; `None` for any.
+        what: begins the error about another last dimension.
+
+    Raises:
+        DeclarationError: it does not fit.
+    """
     if isinstance(value, ArrayRef):
         if not is_vector(value):
             raise DeclarationError(field, f"expected an array, got {value!r}, which belongs to a trace; load it first")
     elif not is_array(value):
         raise DeclarationError(field, f"expected an array, got {type(value).__qualname__}")
     shape = tuple(value.shape)
-    wanted = " or ".join({1: "[hidden]", 2: "[n, hidden]"}[count] for count in dimensions)
+    shapes = {1: "[hidden]", 2: "[heads, head_size]" if 3 in dimensions else "[n, hidden]"}
+    shapes[3] = "[positions, heads, head_size]"
+    wanted = " or ".join(shapes[count] for count in dimensions)
     if len(shape) not in dimensions or 0 in shape:
         raise DeclarationError(field, f"expected an array of shape {wanted}, got {list(shape)}")
     if width is not None and shape[-1] != width:
-        raise DeclarationError(field, f"the model's hidden size is {width}, got an array of shape {list(shape)}")
+        raise DeclarationError(field, f"{what} {width}, got an array of shape {list(shape)}")
     if not isinstance(value, ArrayRef):
         check_content(value, field)
     return shape

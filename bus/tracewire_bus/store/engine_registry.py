@@ -55,7 +55,9 @@ class EngineRegistry:
         """
         await self._keep_scripts()
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
-        brief = msgspec.structs.replace(info, modules=[], attributes={}, sources={}, config={}, tree=_tree_digest(info))
+        brief = msgspec.structs.replace(
+            info, modules=[], attributes={}, sources={}, config={}, attention=[], tree=_tree_digest(info)
+        )
         changing: dict[str, Any] = {
             "running": 0,
             "malformed": 0,
@@ -205,6 +207,7 @@ class EngineRegistry:
                         attributes=known.attributes,
                         sources=known.sources,
                         config=known.config,
+                        attention=known.attention,
                         tree=b"",
                     )
                 )

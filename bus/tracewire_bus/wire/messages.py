@@ -22,6 +22,7 @@ import msgspec
 
 from .declared_base import DeclaredIntervention, Live, Message, Positions, When
 from .feature_kinds import Autoencoder, Features, SteerFeatures
+from .head_kinds import AttentionInfo, AttentionPattern, HeadAblate, HeadProbe
 from .ids import FINAL_ID
 from .lens_kinds import Coordinates, Lens, Project
 from .patch_kinds import Patch
@@ -37,6 +38,8 @@ __all__ = [
     "Ablate",
     "Accepted",
     "Append",
+    "AttentionInfo",
+    "AttentionPattern",
     "Autoencoder",
     "Block",
     "Change",
@@ -61,6 +64,8 @@ __all__ = [
     "Final",
     "FinishReason",
     "FirstToken",
+    "HeadAblate",
+    "HeadProbe",
     "HeldChoice",
     "Helper",
     "Hold",
@@ -255,7 +260,7 @@ class StopWhen(DeclaredIntervention, tag="stop_when"):
     steps: int = 1
 
 
-Reading: TypeAlias = Probe | LogitLens | Lens | Coordinates | Features | Hold
+Reading: TypeAlias = Probe | LogitLens | Lens | Coordinates | Features | Hold | HeadProbe | AttentionPattern
 """The kinds that save what they read, in a list with their `name`."""
 
 Declared: TypeAlias = (
@@ -272,6 +277,9 @@ Declared: TypeAlias = (
     | Features
     | SteerFeatures
     | Hold
+    | HeadProbe
+    | HeadAblate
+    | AttentionPattern
 )
 
 
@@ -921,7 +929,8 @@ class EngineInfo(Message):
     (such as `model.layers.3.output`) on an engine that replays CUDA graphs; empty if all can be. `loras` names the LoRA
     adapters that a prompt can ask for, `modalities` the media that a prompt can have besides text (`image`). `sources`
     maps each class in the tree to the source of its `forward`, as nnsight prints it: with the name of each operation
-    beside its line. Heartbeats leave out `modules`, `attributes`, `sources` and `config`; `tree` identifies them.
+    beside its line. `attention` has the attention heads of the decoder layers whose heads the engine knows. Heartbeats
+    leave out `modules`, `attributes`, `sources`, `config` and `attention`; `tree` identifies them.
 
     The engine: `state` is `serving`, `holding` (waiting until Redis has taken the events that the engine could not yet
     write), `stalled` (its vLLM has not answered for a while), `draining` (takes no new traces, and then ends) or
@@ -978,3 +987,4 @@ class EngineInfo(Message):
     public_key: str = ""
     limits: dict[str, int] = {}
     limits_reached: dict[str, int] = {}
+    attention: list[AttentionInfo] = []

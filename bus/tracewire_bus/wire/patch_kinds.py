@@ -19,6 +19,9 @@ class Patch(DeclaredIntervention, tag="patch"):
     The width of `residual(...)` is the model's hidden size. Where `at` names several locations, all get the same.
     Values can be a reference to an array that another trace saved (`ArrayRef`).
 
+    With `heads`, `at` is `heads(3)` (`HeadProbe`), and only these attention heads of the layer are replaced. Values
+    then have shape `[heads, head_size]`, or `[positions, heads, head_size]`.
+
     `strength` is how far the old value goes to the new one: 1 replaces it, 0 leaves it, 0.5 is their mean. A value with
     two halves, as a residual stream can have, is replaced as a whole: the sum of both is the new value.
     """
@@ -27,3 +30,4 @@ class Patch(DeclaredIntervention, tag="patch"):
     values: Any
     positions: int | str | list[int] = -1
     strength: float | Live = 1.0
+    heads: int | list[int] | None = None

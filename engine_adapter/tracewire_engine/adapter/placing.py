@@ -62,6 +62,7 @@ class Placer:
                 self._in_tokens(one, f"interventions[{index}].when.text"),
                 [(f"model.{site.location}", site.value == "residual") for site in sites],
                 pattern,
+                (sites[0].heads, sites[0].head_size) if sites else (0, 0),
             )
             for index, (one, (sites, pattern)) in enumerate(zip(plain, places, strict=True))
         ]

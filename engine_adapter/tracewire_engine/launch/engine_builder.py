@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.messages import EngineInfo, ModuleInfo, Versions
 from tracewire_engine.adapter.images import modalities
-from tracewire_engine.model_layout import find_layers
+from tracewire_engine.model_layout import find_attention, find_layers
 from tracewire_engine.protocol.cluster import Cluster
 from tracewire_engine.protocol.keys import (
     ADAPTERS,
@@ -485,4 +485,5 @@ def describe(model: EngineModel, name: str, capacity: int, queue_limit: int = 0)
         loras=[one.lora_name for one in model.loras],
         modalities=modalities(model.vllm_entrypoint),
         config=published_config(config.hf_config),
+        attention=find_attention(module, layers),
     )

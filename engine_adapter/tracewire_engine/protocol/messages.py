@@ -120,12 +120,14 @@ class Placed(msgspec.Struct, array_like=True):
     """A declared intervention for the workers, with its locations in the model.
 
     Each site is a location (`"model.model.layers.3.output"`) and whether the residual stream there is meant. `pattern`
-    says that the caller gave a pattern, which can match several locations.
+    says that the caller gave a pattern, which can match several locations. `heads` is how many attention heads the
+    sites have, and their size, if they are of heads.
     """
 
     intervention: Declared
     sites: list[tuple[str, bool]] = []
     pattern: bool = False
+    heads: tuple[int, int] = (0, 0)
 
 
 class EditBlock(msgspec.Struct, array_like=True):

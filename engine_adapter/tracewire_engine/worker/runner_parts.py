@@ -8,11 +8,13 @@ differ between vLLM's runners.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from nnsight.modeling.vllm.fragments import VLLMFragments
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -58,6 +60,11 @@ from .requests import TracedRequests
 from .traced_model import TracedModel
 
 __all__ = ["RunnerParts"]
+
+
+def _module_at(model: torch.nn.Module, location: str) -> torch.nn.Module:
+    """The module of a location, such as `model.model.layers.3.self_attn.attn.input`."""
+    return model.get_submodule(location.removeprefix("model.").rpartition(".")[0])
 
 
 class RunnerParts:
@@ -151,6 +158,9 @@ class RunnerParts:
         vectors.autoencoders.folders = config.get(SAES) or {}
         vectors.autoencoders.bound = config.get(SAE_BYTES, BOUND)
         self.tracewire_declared.ids = self.step_ids
+        self.tracewire_declared.module_at = partial(_module_at, module)
+        if get_tp_group().world_size > 1:
+            self.tracewire_declared.shards = get_tp_group().rank_in_group, tensor_model_parallel_all_reduce
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments

@@ -160,7 +160,7 @@ def _vector(value: Any, field: str) -> np.ndarray[Any, Any]:
 
 
 #: Fields of interventions that are arrays where they are lists.
-_VECTORS = ("vector", "direction", "weight", "bias", "values", "matrix", "basis", "weights")
+_VECTORS = ("vector", "direction", "weight", "bias", "values", "matrix", "basis", "weights", "mean")
 
 
 def interventions_of(given: Sequence[Any], field: str) -> list[Declared]:

@@ -184,4 +184,6 @@ class ServedModels:
 
 
 def _same_tree(one: EngineInfo, other: EngineInfo) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ("modules", "attributes", "layers", "taps"))
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("modules", "attributes", "layers", "taps", "attention")
+    )

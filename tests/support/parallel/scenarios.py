@@ -17,11 +17,14 @@ from tests.support.blocks import parallel as blocks
 from tests.support.steering import check_order, direction, held_up, schedule_of, steer_along
 from tracewire import (
     Ablate,
+    AttentionPattern,
     Clamp,
     Client,
     Coordinates,
     Features,
     Final,
+    HeadAblate,
+    HeadProbe,
     Hold,
     Lens,
     Live,
@@ -403,6 +406,44 @@ async def declared_patches(client: Client, model: Model) -> Any:
         ]
     after = Probe("after", "residual(7)")
     return [await outcome(client, model, interventions=[edit, after]) for edit in found]
+
+
+@scenario
+async def declared_heads(client: Client, model: Model) -> Any:
+    """Heads of an early and a late layer, read, scaled, ablated and replaced; with one of them alone and among all."""
+    found = []
+    for layer in (1, 6):
+        size = model.tree.attention[layer].head_size
+        last = model.tree.attention[layer].heads - 1
+        where, mean = f"heads({layer})", np.linspace(-1, 1, size, dtype=np.float32)
+        for edit in (
+            HeadAblate(where, [0, last]),
+            HeadAblate(where, last, keep=2.0, mean=mean),
+            Patch(where, np.stack([mean, -mean]), heads=[last, 1], positions=[0, -1]),
+        ):
+            reads = [HeadProbe("heads", where), HeadProbe("one", where, heads=last, reduce="norm")]
+            found.append(await outcome(client, model, interventions=[edit, *reads, Probe("after", "residual(7)")]))
+            found.append(await outcome(client, model, interventions=[edit, Probe("after", "residual(7)")]))
+    return found
+
+
+@scenario
+async def attention_patterns(client: Client, model: Model) -> Any:
+    """Of all and of some heads, the greatest weights and whole, of the prompt and of what is generated."""
+    found = []
+    for layer in (1, 6):
+        where, last = f"heads({layer})", model.tree.attention[layer].heads - 1
+        patterns = [
+            AttentionPattern("top", where, top_k=4),
+            AttentionPattern("whole", where, heads=[last, 0], top_k=0),
+            AttentionPattern("prompt", where, heads=1, top_k=0, positions="prompt"),
+        ]
+        came_to = await outcome(client, model, interventions=patterns)
+        for _, saves, _ in came_to["choices"]:
+            # Equal weights have no order.
+            saves["top"] = [one["weights"] for one in saves["top"]]
+        found.append(came_to)
+    return found
 
 
 @scenario

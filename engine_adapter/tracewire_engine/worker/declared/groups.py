@@ -9,7 +9,18 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from tracewire_bus.wire.messages import Ablate, Clamp, Features, Hold, Lens, LogitLens, Probe, Reading, Steer
+from tracewire_bus.wire.messages import (
+    Ablate,
+    AttentionPattern,
+    Clamp,
+    Features,
+    Hold,
+    Lens,
+    LogitLens,
+    Probe,
+    Reading,
+    Steer,
+)
 
 from .conditions import RowCondition, Watch, filled, on_device
 from .ops import Declaration, Op
@@ -65,12 +76,13 @@ class Member:
 
     Attributes:
         at: the place of the first of them among all rows of the intervention, which an intervention with a vector for
-            each row needs.
+            each row needs. Where the intervention reads, the first row's position in the sequence.
         place: the intervention's place in its trace's list.
         index: of the token that the model samples from its first row, in the plan's first step.
+        keys: whether its rows are those whose keys are kept for an attention pattern, and are not read.
     """
 
-    __slots__ = ("at", "declaration", "index", "op", "place", "span")
+    __slots__ = ("at", "declaration", "index", "keys", "op", "place", "span")
 
     def __init__(
         self,
@@ -81,7 +93,9 @@ class Member:
         *,
         place: int = 0,
         index: int = 0,
+        keys: bool = False,
     ) -> None:
+        self.keys = keys
         self.declaration = declaration
         self.op = op
         self.span = span
@@ -101,8 +115,11 @@ class Group:
 
     #: Whether the members' vectors are the same, and not stacked.
     shares_vectors = False
-    #: Whether it changes the values.
+    #: Whether it changes the values; and whether it does so head by head, each rank its own heads.
     edits = False
+    by_head = False
+    #: Whether its kernels are the same, with the same memory, in each step of a plan.
+    steady = True
     condition: RowCondition | None = None
     watch: Watch | None = None
     collector: Collector | None = None
@@ -233,6 +250,9 @@ class Collector:
             # Where a condition does not hold, the values are none, and so are the logits.
             ids = torch.where(top.values.isnan(), -1, top.indices.to(torch.int32))
             return {"token_ids": ids.reshape(shape), "logits": top.values.reshape(shape)}
+        if isinstance(self.one, AttentionPattern) and self.one.top_k:
+            places = torch.where(values[..., 0].isnan(), -1, values[..., 0].to(torch.int32))
+            return {"positions": places, "weights": values[..., 1].contiguous()}
         return {"": values}
 
     @property
@@ -270,7 +290,9 @@ class Collector:
 
 def raw(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor: uint8 `[bytes]`."""
-    return values.contiguous().view(-1).view(torch.uint8)
+    flat = values.contiguous().view(-1)
+    # torch takes a slice of one element for contiguous, whatever its stride.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
@@ -460,13 +482,19 @@ def tensors_of(value: Any, side: str) -> list[torch.Tensor]:
 class LocationValues:
     """One location's values while its groups run: a module's first tensor, and the other half of a residual stream."""
 
-    def __init__(self, value: Any, side: str, total: int, sums: bool = True, *, lasting: bool = False) -> None:
+    def __init__(
+        self, value: Any, side: str, total: int, sums: bool = True, *, lasting: bool = False, shard: int = -1
+    ) -> None:
         self._lasting = lasting
+        #: The number of the rank whose part of the features the values are; -1 if they are whole.
+        self.shard = shard
         found = tensors_of(value, side)
         if not found:
             raise ValueError("there is no tensor to read at this location")
         # A model run by vLLM's Transformers backend has a leading dimension of one.
         flat = [item.squeeze(0) if item.dim() == 3 and item.shape[0] == 1 else item for item in found]
+        #: All tensors of the location, such as the queries, keys and values that enter an attention.
+        self.tensors = flat
         self.hidden = flat[0]
         self.residual = flat[1] if sums and len(flat) > 1 and flat[1].shape == self.hidden.shape else None
         if not self.hidden.dim() or self.hidden.shape[0] < total:

@@ -157,6 +157,9 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         if not self.is_sharded(hook.location):
             hook.run(value)
             return value
+        if hook.by_head:
+            hook.run(value, self.fragments.rules[hook.location][0].tp_rank)
+            return value
         if not self.declared.agree(hook.location, [one for group in hook.groups for one in group.members]):
             hook.reached = True
             return value

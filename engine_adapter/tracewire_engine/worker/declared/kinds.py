@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from tracewire_bus.wire.messages import Coordinates, Features, Hold, Lens, Patch, Project, SteerFeatures
+from tracewire_bus.wire.messages import (
+    AttentionPattern,
+    Coordinates,
+    Features,
+    HeadAblate,
+    HeadProbe,
+    Hold,
+    Lens,
+    Patch,
+    Project,
+    SteerFeatures,
+)
 
-from .groups import EditGroup, Group, ReadGroup
+from .attention import KeyGroup, PatternGroup
+from .groups import EditGroup, Group, Member, ReadGroup
+from .heads import HeadAblateGroup, HeadReadGroup
 from .later_groups import CoordinatesGroup, FeaturesGroup, HoldGroup, LensGroup, ProjectGroup, SteerFeaturesGroup
-from .ops import Op
 from .patches import PatchGroup
 
 __all__ = ["group_kind"]
 
 _GROUPS: dict[type, type[Group]] = {
+    AttentionPattern: PatternGroup,
     Coordinates: CoordinatesGroup,
     Features: FeaturesGroup,
+    HeadAblate: HeadAblateGroup,
+    HeadProbe: HeadReadGroup,
     Hold: HoldGroup,
     Lens: LensGroup,
     Patch: PatchGroup,
@@ -22,6 +37,8 @@ _GROUPS: dict[type, type[Group]] = {
 }
 
 
-def group_kind(op: Op) -> type[Group]:
-    """The class of the group that runs an intervention."""
-    return _GROUPS.get(type(op.one), ReadGroup if op.reads else EditGroup)
+def group_kind(member: Member) -> type[Group]:
+    """The class of the group that runs an intervention at its rows."""
+    if member.keys:
+        return KeyGroup
+    return _GROUPS.get(type(member.op.one), ReadGroup if member.op.reads else EditGroup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -11,8 +12,23 @@ import numpy as np
 import torch
 
 from tracewire_bus.domain.condition_checks import condition_live
+from tracewire_bus.domain.head_checks import head_list
 from tracewire_bus.domain.intervention_checks import live_name, substitute_live
-from tracewire_bus.wire.messages import Ablate, Clamp, Failure, Hold, LogitLens, Patch, Probe, Reading, Steer, StopWhen
+from tracewire_bus.wire.messages import (
+    Ablate,
+    AttentionPattern,
+    Clamp,
+    Failure,
+    HeadAblate,
+    HeadProbe,
+    Hold,
+    LogitLens,
+    Patch,
+    Probe,
+    Reading,
+    Steer,
+    StopWhen,
+)
 from tracewire_bus.wire.packing import decoder
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
@@ -35,6 +51,16 @@ REMEMBERED, LONG = 64, 128 * 1024
 def _unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector / length if length else vector
+
+
+def _rows_of(heads: int, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A row for each position, the heads side by side: of `[width]`, `[positions, width]`, or with heads before it."""
+    return values.reshape(-1, heads * values.shape[-1])
+
+
+def _for_heads(heads: int, mean: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`[1, heads * size]`, of `[size]` for all of them or `[heads, size]`."""
+    return np.broadcast_to(mean, (heads, mean.shape[-1])).reshape(1, -1)
 
 
 class DecodedCache:
@@ -88,7 +114,7 @@ class Op:
         probes: the probes of the trace by name, of which controllers use one.
     """
 
-    __slots__ = ("autoencoder", "bias", "key", "matrix", "numbers", "one", "pattern", "sites")
+    __slots__ = ("autoencoder", "bias", "head_size", "heads", "key", "matrix", "numbers", "one", "pattern", "sites")
 
     def __init__(
         self, placed: Placed, live: dict[str, Any], vectors: VectorCache, probes: Mapping[str, Probe] = _NO_PROBES
@@ -96,6 +122,9 @@ class Op:
         one = self.one = substitute_live(placed.intervention, live)
         self.sites = [(location, residual) for location, residual in placed.sites]
         self.pattern = placed.pattern
+        #: How many attention heads there are at the sites, and their size; and the heads that are named, if any.
+        self.head_size = placed.heads
+        self.heads = head_list(one)
         self.matrix: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.numbers: tuple[float, ...] = ()
@@ -125,13 +154,25 @@ class Op:
                 self.matrix = vectors.get("basis", one.direction, spanning_rows)
                 key = (self.matrix.shape,)
         elif isinstance(one, Patch):
-            self.matrix = vectors.get("rows", one.values, np.atleast_2d)
+            make = partial(_rows_of, 1 if self.heads is None else len(self.heads))
+            self.matrix = vectors.get(f"rows of {self.heads and len(self.heads)}", one.values, make)
             self.numbers = (float(one.strength),)  # type: ignore[arg-type]
             key = (self.matrix.shape[-1],)
+        elif isinstance(one, HeadAblate):
+            self.numbers = (float(one.keep),)  # type: ignore[arg-type]
+            if one.mean is not None:
+                count = len(self.heads or ())
+                self.matrix = vectors.get(f"{count} heads", one.mean, partial(_for_heads, count))
+            key = (self.matrix is None,)
+        elif isinstance(one, HeadProbe):
+            key = (one.reduce,)
+        elif isinstance(one, AttentionPattern):
+            key = (one.top_k,)
         elif not isinstance(one, StopWhen):  # the adapter checks these
             key = prepare(self, one, vectors, probes)
         positions = "" if self.rowwise else getattr(one, "positions", "")
-        self.key = (type(one).__name__, positions, self.pattern, *key, *condition_key(one.when))
+        named = None if self.heads is None else tuple(self.heads)
+        self.key = (type(one).__name__, positions, self.pattern, named, self.head_size, *key, *condition_key(one.when))
 
     @property
     def rowwise(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .groups import Group, LocationValues, Member, Rows, column, spread
+from .heads import replace_heads, slots_of
 
 __all__ = ["PatchGroup"]
 
@@ -19,10 +20,17 @@ class PatchGroup(Group):
         #: float32 `[rows, width]`: the new value of each row. It is not spread before the location is reached.
         self._sources = [(member.op.matrix, member.at) for member in members]
         self._values: torch.Tensor | None = None
+        self._slots = slots_of(self) if members[0].op.heads is not None else None
+        self.by_head = self._slots is not None
         self._strength = spread([member.op.numbers[0] for member in members], rows.counts, device)
 
     def run(self, location: LocationValues) -> None:
         values = self._spread()
+        if self._slots is not None:
+            keep = 1.0 - self._strength
+            replace_heads(location, self.rows, self._slots, values.view(len(values), -1, self._slots.size), keep)
+            location.edited()
+            return
         if values.shape[-1] != location.width:
             raise ValueError(f"values of [{values.shape[-1]}] do not fit values of [{location.width}]")
         if not isinstance(self._strength, float) or self._strength != 1.0:

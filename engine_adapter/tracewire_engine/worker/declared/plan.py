@@ -13,15 +13,17 @@ in that order. They run before a block is served at the same location.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from tracewire_bus.wire.messages import Failure, Lens, LogitLens, Reading
+from tracewire_bus.wire.messages import AttentionPattern, Failure, Lens, LogitLens, Reading
 from tracewire_engine.protocol.messages import Batch, Layout
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 
+from .attention import AttentionSite, SiteGroup
 from .conditions import Signals, Windows
 from .connections import connect, made_windows
 from .graph_proof import GraphProof, tensors_in
@@ -37,6 +39,7 @@ from .groups import (
     raw,
     tensors_of,
 )
+from .key_pool import KeyPools
 from .kinds import group_kind
 from .layouts import made_layout
 from .ops import Declaration, DecodedCache
@@ -107,11 +110,19 @@ class LocationHook:
         ]
         return self._recorded is not None
 
-    def run(self, value: Any) -> None:
-        """Serve the location's value to the groups; edits land in it, in place. Raises nothing."""
+    @property
+    def by_head(self) -> bool:
+        """Whether each rank can serve its own part of the value: all groups edit attention heads."""
+        return all(group.by_head for group in self.groups)
+
+    def run(self, value: Any, shard: int = -1) -> None:
+        """Serve the location's value to the groups; edits land in it, in place. Raises nothing.
+
+        `shard`: the number of the rank whose part of the features the value is; -1 if it is whole.
+        """
         self.reached = True
         try:
-            values = LocationValues(value, self.side, self._owner.total, self._owner.sums)
+            values = LocationValues(value, self.side, self._owner.total, self._owner.sums, shard=shard)
         except Exception as error:
             for group in self.groups:
                 self._owner.fail(group.members, error)
@@ -209,6 +220,11 @@ class DeclaredRequests:
         self.ranks: Ranks | None = None
         #: On an engine whose CUDA graphs have taps.
         self.buffers: TapBuffers | None = None
+        #: The keys that attention patterns need; the module at a location; the number of this rank under tensor
+        #: parallelism, and what adds up a tensor of all ranks.
+        self.pools = KeyPools()
+        self.module_at: Callable[[str], Any] = lambda location: None
+        self.shards: tuple[int, Callable[[torch.Tensor], torch.Tensor] | None] = 0, None
         self.proof = GraphProof()
 
     def add(self, request_id: str, declaration: Declaration) -> None:
@@ -241,6 +257,7 @@ class DeclaredRequests:
             self._end_step()
             found.detach(self.signals)
             self.stale = True
+            self.pools.release(id(found))
         return found
 
     def fail(self, members: Iterable[Member], error: Exception) -> None:
@@ -354,7 +371,7 @@ class DeclaredRequests:
             mine += [tensor[:total].clone() for tensor in tensors_in(whole())]
             if plan is not None:
                 self._read_buffers(plan)
-                mine += self._taken(plan)
+                mine += _taken(plan)
         if plan is not None:
             plan.buffered = plan.unread = False
         output = broken()
@@ -366,14 +383,6 @@ class DeclaredRequests:
         if self.proof.failed:
             self.buffers = None
         return output
-
-    @staticmethod
-    def _taken(plan: _Plan) -> list[torch.Tensor | None]:
-        """Copies of the step's reads so far, which are dropped."""
-        found = [one if one is None else one.clone() for collector in plan.collectors for one in collector.found]
-        for collector in plan.collectors:
-            collector.reset()
-        return found
 
     def _read_buffers(self, plan: _Plan) -> None:
         """Take the step's reads from the buffers, unless that was done."""
@@ -408,17 +417,19 @@ class DeclaredRequests:
                         if member.span[1] > 1 and not op.rowwise:
                             # Vectors are not spread over a prompt's rows: each vector has a group of its own.
                             key += (id(op.matrix), id(op.bias), op.numbers)
+                        if isinstance(op.one, AttentionPattern):
+                            key += _pattern_key(plan, op.one, member)
                         gathered.setdefault(key, []).append(member)
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
-        for (order, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
+        for (order, sites, *_), members in sorted(gathered.items(), key=_in_order):
             spans = tuple(member.span for member in members)
             rows = known.get(spans)
             if rows is None:
                 rows = known[spans] = Rows(spans, total, self._device)
             op = members[0].op
             collector = None
-            if isinstance(op.one, Reading):
+            if isinstance(op.one, Reading) and not members[0].keys:
                 collector = Collector(members, rows, op.one, len(sites), op.pattern, order)
                 plan.collectors.append(collector)
             for place, (location, residual) in enumerate(sites):
@@ -428,9 +439,12 @@ class DeclaredRequests:
                         join.tried |= collector is not None
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
-                group = group_kind(op)(members, rows, residual, self._device)
+                group = group_kind(members[0])(members, rows, residual, self._device)
                 if collector is not None:
                     group.collector, group.site = collector, place
+                if isinstance(group, SiteGroup):
+                    group.attention = self._attention(plan, location)
+                    group.begin(self._device)
                 hook.groups.append(group)
         groups = [group for hook in plan.hooks.values() for group in hook.groups]
         plan.windows = made_windows(self.signals, [one for one, *_ in plan.declarations], total, self.ids)
@@ -439,15 +453,18 @@ class DeclaredRequests:
 
     def _members(self, declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
         """An intervention's rows in a step. An intervention that does not fit the prompt fails."""
-        op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
         try:
-            return [
-                Member(declaration, op, (start, count), at, place=place, index=index + start)
-                for start, count, at in spans_of(op, declaration, chunk)
-            ]
+            return _members_of(declaration, place, chunk)
         except ValueError as error:
-            self.fail([Member(declaration, op, (chunk.start, 0))], error)
+            self.fail([Member(declaration, declaration.ops[place], (chunk.start, 0))], error)
             return []
+
+    def _attention(self, plan: _Plan, location: str) -> AttentionSite:
+        """What the attention patterns at a location need."""
+        pool = self.pools.at(location)
+        rank, add = self.shards
+        module = self.module_at(location)
+        return AttentionSite(module, self.pools, pool, lambda: plan.steps, rank, add, partial(self.agree, location))
 
     def check_reached(self) -> None:
         """Fail the interventions whose location the forward pass of a plan's first step did not reach."""
@@ -527,7 +544,7 @@ class DeclaredRequests:
                     join.kernels.replay()
                 for collector in plan.collectors:
                     collector.reset()
-                return None, self._batch(plan), join.flat
+                return None, _batch(plan), join.flat
             if not join.tried and (not plan.buffered or plan.steps >= RECORD_AFTER):
                 join.tried = True
                 self._record_join(plan, join)
@@ -551,12 +568,7 @@ class DeclaredRequests:
             changed = plan.layout = made_layout(self._layouts, plan.declarations, plan.steps, arrangement)
             plan.laid_out = plan.steps
         flat = arrangement.join()
-        return changed, self._batch(plan), flat
-
-    @staticmethod
-    def _batch(plan: _Plan) -> Batch:
-        assert plan.layout is not None
-        return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
+        return changed, _batch(plan), flat
 
     def _record_join(self, plan: _Plan, join: _Join) -> None:
         """Record the joining of the reads, which are at the same addresses in every replayed step.
@@ -582,3 +594,54 @@ class DeclaredRequests:
         plan.unread = buffered
         if join.kernels is not None:
             join.flat = joined[0]
+
+
+def _in_order(item: tuple[tuple[Any, ...], list[Member]]) -> tuple[int, bool]:
+    """By the place of the intervention in its list; keys before the queries that need them."""
+    (order, *_), members = item
+    return order, not members[0].keys
+
+
+def _members_of(declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
+    """An intervention's rows in a step.
+
+    Raises:
+        ValueError: it does not fit the prompt.
+    """
+    op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
+    members = [
+        Member(declaration, op, (start, count), at, place=place, index=index + start)
+        for start, count, at in spans_of(op, declaration, chunk)
+    ]
+    if isinstance(op.one, AttentionPattern):
+        if chunk.first > declaration.seen:
+            raise ValueError(f"the keys of the positions before {chunk.first} were not computed here")
+        # Before the queries, which need them.
+        span = chunk.start, chunk.count
+        members.insert(0, Member(declaration, op, span, chunk.first, place=place, index=index, keys=True))
+    return members
+
+
+def _pattern_key(plan: _Plan, one: AttentionPattern, member: Member) -> tuple[Any, ...]:
+    """What tells groups of attention patterns apart, besides what tells all groups apart."""
+    plan.recordable = False
+    if member.keys:
+        return ("keys",)
+    if one.top_k:
+        return ("single" if member.span[1] == 1 else "several",)
+    # A whole pattern is wider in each step, and as wide as its own request is long.
+    plan.steady = False
+    return (id(member.declaration),)
+
+
+def _taken(plan: _Plan) -> list[torch.Tensor | None]:
+    """Copies of the step's reads so far, which are dropped."""
+    found = [one if one is None else one.clone() for collector in plan.collectors for one in collector.found]
+    for collector in plan.collectors:
+        collector.reset()
+    return found
+
+
+def _batch(plan: _Plan) -> Batch:
+    assert plan.layout is not None
+    return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)

@@ -26,7 +26,9 @@ class Chunk:
 
 
 def spans_of(op: Op, declaration: Declaration, chunk: Chunk) -> list[tuple[int, int, int]]:
-    """The rows of an intervention: of each run of rows the first, how many, and the place of the first among its rows.
+    """The rows of an intervention: of each run of rows the first, how many, and a number that goes with the first.
+
+    That is the row's place among the rows of a `Patch`, and for others the row's position in the sequence.
 
     Raises:
         ValueError: the intervention names positions that the prompt does not have.
@@ -34,7 +36,7 @@ def spans_of(op: Op, declaration: Declaration, chunk: Chunk) -> list[tuple[int, 
     if isinstance(op.one, Patch):
         return _patched(op, op.one, chunk)
     start, count = _span(op, declaration.seen, chunk)
-    return [(start, count, 0)] if count else []
+    return [(start, count, chunk.first + start - chunk.start)] if count else []
 
 
 def _patched(op: Op, one: Patch, chunk: Chunk) -> list[tuple[int, int, int]]:

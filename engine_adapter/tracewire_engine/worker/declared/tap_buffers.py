@@ -60,7 +60,7 @@ class StepTable:
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
-        if group.condition is not None or group.watch is not None:
+        if not group.steady or group.condition is not None or group.watch is not None:
             return False
         rows = group.rows.numbers
         flags = self.numbers[0, tap, rows]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tracewire import ArrayRef, Live, Probe, Steer, TraceRejected, digest
+from tracewire import ArrayRef, AttentionPattern, HeadAblate, Live, Patch, Probe, Steer, TraceRejected, digest
 from tracewire.gateway.json_values import arrays_in, block_of, inlined, interventions_of, to_json, value_of, values_of
 
 ARRAYS = [
@@ -160,3 +160,20 @@ def test_what_is_no_block(given: Any, field: str | None) -> None:
     with pytest.raises(TraceRejected) as caught:
         block_of(given, "block")
     assert caught.value.field == field
+
+
+def test_heads_and_positions_are_lists_of_integers_and_values_are_arrays() -> None:
+    patch, ablated, pattern = interventions_of(
+        [
+            {"do": "patch", "at": "heads(1)", "values": [[1.0, 2.0]], "heads": [3], "positions": [0, -1]},
+            {"do": "head_ablate", "at": "heads(1)", "heads": 2, "mean": [0.5, 1], "keep": {"live": "keep"}},
+            {"do": "attention_pattern", "name": "a", "at": "heads(*)", "heads": [0, 1], "top_k": 4},
+        ],
+        "interventions",
+    )
+    assert isinstance(patch, Patch)
+    assert isinstance(ablated, HeadAblate)
+    assert isinstance(pattern, AttentionPattern)
+    assert (patch.values.tolist(), patch.heads, patch.positions) == ([[1.0, 2.0]], [3], [0, -1])
+    assert (ablated.mean.tolist(), ablated.heads, ablated.keep) == ([0.5, 1.0], 2, Live("keep"))
+    assert (pattern.heads, pattern.top_k) == ([0, 1], 4)
