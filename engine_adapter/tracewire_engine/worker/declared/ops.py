@@ -88,13 +88,16 @@ class Op:
         probes: the probes of the trace by name, of which controllers use one.
     """
 
-    __slots__ = ("autoencoder", "bias", "key", "matrix", "numbers", "one", "pattern", "sites")
+    __slots__ = (
+        *("__weakref__", "autoencoder", "bias", "each_token", "grouping", "key", "matrix", "numbers", "one"),
+        *("pattern", "sites"),
+    )
 
     def __init__(
         self, placed: Placed, live: dict[str, Any], vectors: VectorCache, probes: Mapping[str, Probe] = _NO_PROBES
     ) -> None:
         one = self.one = substitute_live(placed.intervention, live)
-        self.sites = [(location, residual) for location, residual in placed.sites]
+        self.sites = tuple([(location, residual) for location, residual in placed.sites])
         self.pattern = placed.pattern
         self.matrix: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
@@ -132,6 +135,10 @@ class Op:
             key = prepare(self, one, vectors, probes)
         positions = "" if self.rowwise else getattr(one, "positions", "")
         self.key = (type(one).__name__, positions, self.pattern, *key, *condition_key(one.when))
+        #: What members of a group have in common.
+        self.grouping = self.sites, self.key
+        #: Whether it reads or edits the row of each token that a request generates.
+        self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
 
     @property
     def rowwise(self) -> bool:

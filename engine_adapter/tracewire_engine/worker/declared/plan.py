@@ -99,6 +99,8 @@ class LocationHook:
             for group in self.groups:
                 group.serve(values)
 
+        for group in self.groups:
+            group.prepare()
         self._recorded = self._owner.recorder.record(serve)
         self._found = [
             (group.collector, group.site, group.collector.found[group.site])
@@ -402,16 +404,10 @@ class DeclaredRequests:
                 plan.declarations.append((declaration, first + count, first + count - prompt))
                 plan.reads |= declaration.reads
                 declaration.begin_rows(self.signals, start, count, first)
-                for order, op in enumerate(declaration.ops):
-                    for member in self._members(declaration, order, Chunk(start, first, count, prompt)):
-                        key: tuple[Any, ...] = (order, tuple(op.sites), op.key)
-                        if member.span[1] > 1 and not op.rowwise:
-                            # Vectors are not spread over a prompt's rows: each vector has a group of its own.
-                            key += (id(op.matrix), id(op.bias), op.numbers)
-                        gathered.setdefault(key, []).append(member)
+                self._gather(gathered, declaration, Chunk(start, first, count, prompt))
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
-        for (order, sites, *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
+        for (order, (sites, _), *_), members in sorted(gathered.items(), key=lambda item: item[0][0]):
             spans = tuple(member.span for member in members)
             rows = known.get(spans)
             if rows is None:
@@ -436,6 +432,22 @@ class DeclaredRequests:
         plan.windows = made_windows(self.signals, [one for one, *_ in plan.declarations], total, self.ids)
         plan.conditional = connect(self.signals, groups, plan.windows)
         return plan
+
+    def _gather(self, gathered: dict[tuple[Any, ...], list[Member]], declaration: Declaration, chunk: Chunk) -> None:
+        """Add a request's interventions to those with which they can share a group."""
+        generates, unseen = chunk.count == 1 and chunk.first >= chunk.prompt, chunk.first >= declaration.seen
+        span, index = (chunk.start, 1), chunk.first - chunk.prompt + 1
+        for order, op in enumerate(declaration.ops):
+            if generates and op.each_token and (unseen or not op.reads):
+                member = Member(declaration, op, span, place=order, index=index)
+                gathered.setdefault((order, op.grouping), []).append(member)
+                continue
+            for member in self._members(declaration, order, chunk):
+                key: tuple[Any, ...] = (order, op.grouping)
+                if member.span[1] > 1 and not op.rowwise:
+                    # Vectors are not spread over a prompt's rows: each vector has a group of its own.
+                    key += (id(op.matrix), id(op.bias), op.numbers)
+                gathered.setdefault(key, []).append(member)
 
     def _members(self, declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
         """An intervention's rows in a step. An intervention that does not fit the prompt fails."""
