@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -130,19 +131,34 @@ class Group:
         self.rows = rows
         self.residual = residual
         self.one: Any = members[0].op.one
-        counts = rows.counts
-        self.matrix, self.bias = members[0].op.matrix, members[0].op.bias
-        if not self.shares_vectors:
-            self.matrix = _stacked([member.op.matrix for member in members], counts)
-            self.bias = _stacked([member.op.bias for member in members], counts)
-        self.numbers = [
-            spread([member.op.numbers[index] for member in members], counts, device)
+        self._device = device
+
+    # What follows is put on the device when it is first used: a step that whole graphs serve needs none of it.
+
+    @cached_property
+    def matrix(self) -> torch.Tensor | None:
+        """The members' vectors."""
+        first = self.members[0].op.matrix
+        return first if self.shares_vectors else _stacked([one.op.matrix for one in self.members], self.rows.counts)
+
+    @cached_property
+    def bias(self) -> torch.Tensor | None:
+        """What is added behind them."""
+        first = self.members[0].op.bias
+        return first if self.shares_vectors else _stacked([one.op.bias for one in self.members], self.rows.counts)
+
+    @cached_property
+    def numbers(self) -> list[float | torch.Tensor]:
+        """The members' numbers."""
+        counts, members = self.rows.counts, self.members
+        return [
+            spread([member.op.numbers[index] for member in members], counts, self._device)
             for index in range(len(members[0].op.numbers))
         ]
-        if isinstance(self.one, Steer) and self.matrix is not None:
-            # [hidden], or [rows, hidden]: scaled once for as long as the batch stays the same.
-            vector = self.matrix[..., 0, :]
-            self.addend = vector * column(self.numbers[0])
+
+    def prepare(self) -> None:
+        """Put it all on the device, as what records the group's kernels needs."""
+        _ = self.matrix, self.bias, self.numbers
 
     def serve(self, location: LocationValues) -> None:
         """Read or edit the step's values, where the conditions hold. Raises before anything is written."""
@@ -428,6 +444,17 @@ class EditGroup(Group):
     """Edits for a `Steer`, `Clamp` or `Ablate`, in place."""
 
     edits = True
+
+    @cached_property
+    def addend(self) -> torch.Tensor:
+        """Of a `Steer`: float32 `[hidden]`, or `[rows, hidden]`. Made once for as long as the batch stays the same."""
+        assert self.matrix is not None
+        return self.matrix[..., 0, :] * column(self.numbers[0])
+
+    def prepare(self) -> None:
+        super().prepare()
+        if isinstance(self.one, Steer):
+            _ = self.addend
 
     def run(self, location: LocationValues) -> None:
         if isinstance(self.one, Ablate) and self.matrix is None:

@@ -114,13 +114,16 @@ class Op:
         probes: the probes of the trace by name, of which controllers use one.
     """
 
-    __slots__ = ("autoencoder", "bias", "head_size", "heads", "key", "matrix", "numbers", "one", "pattern", "sites")
+    __slots__ = (
+        *("__weakref__", "autoencoder", "bias", "each_token", "grouping", "head_size", "heads", "key", "matrix"),
+        *("numbers", "one", "pattern", "sites"),
+    )
 
     def __init__(
         self, placed: Placed, live: dict[str, Any], vectors: VectorCache, probes: Mapping[str, Probe] = _NO_PROBES
     ) -> None:
         one = self.one = substitute_live(placed.intervention, live)
-        self.sites = [(location, residual) for location, residual in placed.sites]
+        self.sites = tuple([(location, residual) for location, residual in placed.sites])
         self.pattern = placed.pattern
         #: How many attention heads there are at the sites, and their size; and the heads that are named, if any.
         self.head_size = placed.heads
@@ -171,8 +174,12 @@ class Op:
         elif not isinstance(one, StopWhen):  # the adapter checks these
             key = prepare(self, one, vectors, probes)
         positions = "" if self.rowwise else getattr(one, "positions", "")
-        named = None if self.heads is None else tuple(self.heads)
+        named = self.heads and tuple(self.heads)
         self.key = (type(one).__name__, positions, self.pattern, named, self.head_size, *key, *condition_key(one.when))
+        #: What members of a group have in common.
+        self.grouping = self.sites, self.key
+        #: Whether it reads or edits the row of each token that a request generates.
+        self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
 
     @property
     def rowwise(self) -> bool:

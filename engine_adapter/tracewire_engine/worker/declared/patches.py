@@ -16,13 +16,16 @@ class PatchGroup(Group):
     edits = True
 
     def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
-        self.members, self.rows, self.residual = members, rows, residual
+        super().__init__(members, rows, residual, device)
         #: float32 `[rows, width]`: the new value of each row. It is not spread before the location is reached.
         self._sources = [(member.op.matrix, member.at) for member in members]
         self._values: torch.Tensor | None = None
         self._slots = slots_of(self) if members[0].op.heads is not None else None
         self.by_head = self._slots is not None
         self._strength = spread([member.op.numbers[0] for member in members], rows.counts, device)
+
+    def prepare(self) -> None:
+        self._spread()
 
     def run(self, location: LocationValues) -> None:
         values = self._spread()

@@ -102,6 +102,8 @@ class LocationHook:
             for group in self.groups:
                 group.serve(values)
 
+        for group in self.groups:
+            group.prepare()
         self._recorded = self._owner.recorder.record(serve)
         self._found = [
             (group.collector, group.site, group.collector.found[group.site])
@@ -411,18 +413,10 @@ class DeclaredRequests:
                 plan.declarations.append((declaration, first + count, first + count - prompt))
                 plan.reads |= declaration.reads
                 declaration.begin_rows(self.signals, start, count, first)
-                for order, op in enumerate(declaration.ops):
-                    for member in self._members(declaration, order, Chunk(start, first, count, prompt)):
-                        key: tuple[Any, ...] = (order, tuple(op.sites), op.key)
-                        if member.span[1] > 1 and not op.rowwise:
-                            # Vectors are not spread over a prompt's rows: each vector has a group of its own.
-                            key += (id(op.matrix), id(op.bias), op.numbers)
-                        if isinstance(op.one, AttentionPattern):
-                            key += _pattern_key(plan, op.one, member)
-                        gathered.setdefault(key, []).append(member)
+                _gather(plan, gathered, declaration, Chunk(start, first, count, prompt), self.fail)
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
-        for (order, sites, *_), members in sorted(gathered.items(), key=_in_order):
+        for (order, (sites, _), *_), members in sorted(gathered.items(), key=_in_order):
             spans = tuple(member.span for member in members)
             rows = known.get(spans)
             if rows is None:
@@ -450,14 +444,6 @@ class DeclaredRequests:
         plan.windows = made_windows(self.signals, [one for one, *_ in plan.declarations], total, self.ids)
         plan.conditional = connect(self.signals, groups, plan.windows)
         return plan
-
-    def _members(self, declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
-        """An intervention's rows in a step. An intervention that does not fit the prompt fails."""
-        try:
-            return _members_of(declaration, place, chunk)
-        except ValueError as error:
-            self.fail([Member(declaration, declaration.ops[place], (chunk.start, 0))], error)
-            return []
 
     def _attention(self, plan: _Plan, location: str) -> AttentionSite:
         """What the attention patterns at a location need."""
@@ -600,6 +586,36 @@ def _in_order(item: tuple[tuple[Any, ...], list[Member]]) -> tuple[int, bool]:
     """By the place of the intervention in its list; keys before the queries that need them."""
     (order, *_), members = item
     return order, not members[0].keys
+
+
+def _gather(
+    plan: _Plan,
+    gathered: dict[tuple[Any, ...], list[Member]],
+    declaration: Declaration,
+    chunk: Chunk,
+    fail: Callable[[list[Member], Exception], None],
+) -> None:
+    """Add interventions to those with which they can share a group. Those that do not fit the prompt fail."""
+    generates, unseen = chunk.count == 1 and chunk.first >= chunk.prompt, chunk.first >= declaration.seen
+    span, index = (chunk.start, 1), chunk.first - chunk.prompt + 1
+    for order, op in enumerate(declaration.ops):
+        if generates and op.each_token and (unseen or not op.reads):
+            member = Member(declaration, op, span, place=order, index=index)
+            gathered.setdefault((order, op.grouping), []).append(member)
+            continue
+        try:
+            members = _members_of(declaration, order, chunk)
+        except ValueError as error:
+            fail([Member(declaration, op, (chunk.start, 0))], error)
+            continue
+        for member in members:
+            key: tuple[Any, ...] = (order, op.grouping)
+            if member.span[1] > 1 and not op.rowwise:
+                # Vectors are not spread over a prompt's rows: each vector has a group of its own.
+                key += (id(op.matrix), id(op.bias), op.numbers)
+            if isinstance(op.one, AttentionPattern):
+                key += _pattern_key(plan, op.one, member)
+            gathered.setdefault(key, []).append(member)
 
 
 def _members_of(declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:

@@ -14,6 +14,7 @@ another shape than the residual stream.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Final
@@ -24,9 +25,10 @@ import torch
 from tracewire_bus.wire.messages import Steer
 
 from .groups import EditGroup, Group, LocationValues, ReadGroup
+from .ops import Op
 from .tap_rows import ADD, AFTER, READ, SUM
 
-__all__ = ["StepTable", "TapBuffers", "made_buffers"]
+__all__ = ["StepTable", "TapBuffers", "VectorPool", "made_buffers"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -41,15 +43,13 @@ class StepTable:
 
     Attributes:
         numbers: int32 `[2, taps, rows]`: the flags of each row, and the place of its vector in the pool.
-        vectors: float32 `[hidden]` or `[n, hidden]` each, with its first place in the pool.
     """
 
-    def __init__(self, taps: int, rows: int, width: int, places: int) -> None:
+    def __init__(self, taps: int, rows: int, pool: VectorPool) -> None:
         self.numbers = np.zeros((2, taps, rows), np.int32)
-        self.vectors: list[tuple[int, torch.Tensor]] = []
-        self._width = width
-        self._places = places
-        self._used = 0
+        self._pool = pool
+        #: The places of the vectors of groups with the same members, of which an intervention has one a location.
+        self._places: dict[int, np.ndarray[Any, Any]] = {}
 
     @cached_property
     def uses(self) -> frozenset[str]:
@@ -84,16 +84,54 @@ class StepTable:
     def _edit(
         self, flags: np.ndarray[Any, Any], group: EditGroup, places: np.ndarray[Any, Any]
     ) -> np.ndarray[Any, Any] | None:
-        if not isinstance(group.one, Steer) or group.matrix is None or np.any(flags & ADD):
+        if not isinstance(group.one, Steer) or np.any(flags & ADD):
             return None
-        addend = group.addend
-        count = 1 if addend.dim() == 1 else len(addend)
-        if addend.shape[-1] != self._width or self._used + count > self._places:
-            return None
-        self.vectors.append((self._used, addend))
-        places[group.rows.numbers] = self._used if count == 1 else np.arange(self._used, self._used + count)
-        self._used += count
+        found = self._places.get(id(group.members))
+        if found is None:
+            of_members = [self._pool.place(member.op) for member in group.members]
+            if None in of_members:
+                return None
+            found = np.repeat(np.array(of_members, np.int32), group.rows.counts)
+            self._places[id(group.members)] = found
+        places[group.rows.numbers] = found
         return flags | ADD
+
+
+class VectorPool:
+    """The scaled vectors of the `Steer`s of live requests, on the device. Each has its place as long as it lives.
+
+    So a request that joins or leaves the batch costs what its own vectors cost.
+    """
+
+    def __init__(self, places: int, width: int, device: torch.device) -> None:
+        #: float32 `[places, width]`.
+        self.rows = torch.zeros(places, width, dtype=torch.float32, device=device)
+        self._free = list(range(places))[::-1]
+        self._places: dict[weakref.ref[Op], int] = {}
+        self._unwritten: list[tuple[int, Op]] = []
+
+    def place(self, op: Op) -> int | None:
+        """The place of a `Steer`'s vector; `None` if it does not fit."""
+        reference = weakref.ref(op)
+        found = self._places.get(reference)
+        if found is not None:
+            return found
+        if not self._free or op.matrix is None or op.matrix.shape[-1] != self.rows.shape[-1]:
+            return None
+        found = self._free.pop()
+        self._places[weakref.ref(op, self._release)] = found
+        self._unwritten.append((found, op))
+        return found
+
+    def _release(self, reference: weakref.ref[Op]) -> None:
+        self._free.append(self._places.pop(reference))
+
+    def write(self) -> None:
+        """Write the vectors that have got a place since. Steps that were launched before read what stood there."""
+        unwritten, self._unwritten = self._unwritten, []
+        for place, op in unwritten:
+            assert op.matrix is not None
+            torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
 
 
 class TapBuffers:
@@ -128,8 +166,7 @@ class TapBuffers:
         count = max(1, len(self._places))
         self._buffer = torch.zeros(count, self._rows, width, dtype=dtype, device=device)
         self._numbers = torch.zeros(2, count, self._rows, dtype=torch.int32, device=device)
-        vectors = max(1, min(count * self._rows, _POOL_BYTES // (4 * width)))
-        self._pool = torch.zeros(vectors, width, dtype=torch.float32, device=device)
+        self._pool = VectorPool(max(1, min(count * self._rows, _POOL_BYTES // (4 * width))), width, device)
         #: The locations at which a whole graph has the kernel; and those at which one of the graphs lacks it.
         self._locations: set[str] = set()
         self._unserved: set[str] = set()
@@ -140,7 +177,7 @@ class TapBuffers:
         """Compile the kernel, for values with one half and with two."""
         rows = self._buffer[0, :_ALIGNMENT]
         for residual in (None, torch.zeros_like(rows)):
-            self._serve(torch.zeros_like(rows), residual, rows, self._pool, *self._numbers[:, 0])
+            self._serve(torch.zeros_like(rows), residual, rows, self._pool.rows, *self._numbers[:, 0])
 
     def launch(self, location: str, value: Any) -> None:
         """Launch the kernel for a location's value, if the value has the shape and dtype of the residual stream.
@@ -156,7 +193,7 @@ class TapBuffers:
             # Steps of so many tokens replay the graph with breaks.
             return
         self._locations.add(location)
-        self._serve(*halves, self._buffer[tap], self._pool, self._numbers[0, tap], self._numbers[1, tap])
+        self._serve(*halves, self._buffer[tap], self._pool.rows, self._numbers[0, tap], self._numbers[1, tap])
 
     def _halves(self, value: Any, side: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         try:
@@ -174,7 +211,7 @@ class TapBuffers:
         """The table of a step of `total` tokens with these groups by location; `None` if a group does not fit."""
         if total > self._rows:
             return None
-        table = StepTable(len(self._buffer), self._rows, self._width, len(self._pool))
+        table = StepTable(len(self._buffer), self._rows, self._pool)
         for location, members in groups.items():
             if location not in self._locations or location in self._unserved:
                 return None
@@ -194,9 +231,7 @@ class TapBuffers:
         if self._numbers.is_cuda:
             numbers = numbers.pin_memory()
         self._numbers.copy_(numbers, non_blocking=True)
-        for place, vectors in table.vectors:
-            count = 1 if vectors.dim() == 1 else len(vectors)
-            self._pool[place : place + count].copy_(vectors)
+        self._pool.write()
 
     def values(self, location: str) -> torch.Tensor:
         """The rows `[rows, hidden]` that the last step left at a location. Rows without reads are of earlier steps."""

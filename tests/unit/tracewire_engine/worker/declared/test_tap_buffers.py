@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
 from tracewire_engine.worker.declared import plan as plan_module
-from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared.ops import Declaration, Op
 from tracewire_engine.worker.declared.plan import DeclaredRequests
-from tracewire_engine.worker.declared.tap_buffers import TapBuffers, made_buffers
+from tracewire_engine.worker.declared.tap_buffers import TapBuffers, VectorPool, made_buffers
 from tracewire_engine.worker.declared.tap_rows import serve_rows
 
 TAPS = [f"layer.{layer}.output" for layer in range(LAYERS)]
@@ -198,8 +199,38 @@ def test_more_vectors_than_the_pool_holds_break_the_graph() -> None:
     declared = declared_of(*[[(Steer("", VECTOR + number), [0, 1, 2])] for number in range(8)])
     assert declared.buffers is not None
     assert declared.fits_buffers(serving=True)
-    declared.plan.tabled, declared.buffers._pool = False, declared.buffers._pool[:20]
+    declared.plan.tabled, declared.buffers._pool = False, VectorPool(7, HIDDEN, CPU)
     assert not declared.fits_buffers(serving=True)
+
+
+def steers(*vectors: np.ndarray[Any, Any], scale: float = 1.0) -> list[Op]:
+    """Interventions of a request, decoded."""
+    declared = declared_of([(Steer("", vector, scale=scale), [1]) for vector in vectors])
+    return declared.live["r0"].ops
+
+
+def test_a_vector_has_a_place_as_long_as_its_intervention_lives() -> None:
+    pool = VectorPool(2, HIDDEN, CPU)
+    first, second, third = (steers(VECTOR + number, scale=2.0)[0] for number in range(3))
+    place, other = pool.place(first), pool.place(second)
+    assert {place, other} == {0, 1}
+    assert pool.place(first) == place
+    assert pool.place(third) is None
+    pool.write()
+    torch.testing.assert_close(pool.rows[place], torch.tensor(VECTOR * 2))
+    # Without the pool's own hold on it.
+    del first
+    gc.collect()
+    assert pool.place(third) == place
+    torch.testing.assert_close(pool.rows[place], torch.tensor(VECTOR * 2))
+    pool.write()
+    torch.testing.assert_close(pool.rows[place], torch.tensor((VECTOR + 2) * 2))
+    torch.testing.assert_close(pool.rows[other], torch.tensor((VECTOR + 1) * 2))
+
+
+def test_a_vector_of_another_width_has_no_place() -> None:
+    pool = VectorPool(2, HIDDEN + 1, CPU)
+    assert pool.place(steers(VECTOR)[0]) is None
 
 
 def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
