@@ -114,6 +114,10 @@ class Op:
         probes: the probes of the trace by name, of which controllers use one.
     """
 
+    matrix: torch.Tensor | None
+    bias: torch.Tensor | None
+    autoencoder: DeviceAutoencoder | None
+
     __slots__ = (
         *("__weakref__", "autoencoder", "bias", "each_token", "grouping", "head_size", "heads", "key", "matrix"),
         *("numbers", "one", "pattern", "sites"),
@@ -128,10 +132,8 @@ class Op:
         #: How many attention heads there are at the sites, and their size; and the heads that are named, if any.
         self.head_size = placed.heads
         self.heads = head_list(one)
-        self.matrix: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
+        self.matrix = self.bias = self.autoencoder = None
         self.numbers: tuple[float, ...] = ()
-        self.autoencoder: DeviceAutoencoder | None = None
         key: tuple[Any, ...] = ()
         if isinstance(one, Probe):
             key = (one.activation, one.reduce)
