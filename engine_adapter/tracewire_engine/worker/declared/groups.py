@@ -272,12 +272,6 @@ class Collector:
         return {"": values}
 
     @property
-    def saves_found(self) -> bool:
-        """Whether the result is what was found at its one location, as it is."""
-        computed = isinstance(self.one, LogitLens | Lens) or (isinstance(self.one, Features) and not self.one.indices)
-        return not self.pattern and not computed
-
-    @property
     def takes_head(self) -> bool:
         """Whether the read needs the model's head, which all ranks compute together."""
         return isinstance(self.one, LogitLens | Lens) and not any(found is None for found in self.found)

@@ -563,10 +563,11 @@ class DeclaredRequests:
         """
         if not plan.collectors or any(isinstance(collector.one, LogitLens | Lens) for collector in plan.collectors):
             return
-        only = plan.collectors[0] if len(plan.collectors) == 1 else None
-        if only is not None and only.saves_found and only.found[0] is not None and only.found[0].is_contiguous():
-            join.flat = raw(only.found[0])
-            return
+        if len(plan.collectors) == 1:
+            only: torch.Tensor | None = (plan.collectors[0].results(lambda _: None) or {}).get("")
+            if only is not None and only.is_contiguous() and only is plan.collectors[0].found[0]:
+                join.flat = raw(only)
+                return
         joined: list[torch.Tensor] = []
 
         def launch() -> None:
