@@ -9,6 +9,7 @@ the first runner: one run of pytest, in which all engines use the second one.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -69,15 +70,23 @@ def shown(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> dict
     report = tmp_path_factory.mktemp("features") / "report.xml"
     wanted = [_E2E + path for paths in FEATURES.values() for path in paths]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", *wanted],
-        env={**os.environ, **ENVIRONMENT, **interpreted(), RUNNER: "second"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert report.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    log = report.with_suffix(".log")
+    with log.open("w") as said:
+        running = subprocess.Popen(
+            [*command, f"--junitxml={report}", *wanted],
+            env={**os.environ, **ENVIRONMENT, **interpreted(), RUNNER: "second"},
+            cwd=ROOT,
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            running.wait()
+        finally:
+            if running.poll() is None:
+                # pytest stops what its tests have started.
+                running.send_signal(signal.SIGINT)
+                running.wait(120)
+    assert report.exists(), log.read_text()[-4000:]
     return outcomes(report)
 
 
@@ -92,6 +101,8 @@ def outcomes(report: Path) -> dict[str, list[str]]:
     return found
 
 
+# The first of these waits for all of them.
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("feature", list(FEATURES))
 def test_second_runner_has(feature: str, shown: dict[str, list[str]]) -> None:
     for module in FEATURES[feature]:
