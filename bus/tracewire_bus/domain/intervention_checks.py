@@ -29,6 +29,7 @@ from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import (
     Ablate,
+    AttentionPattern,
     Autoencoder,
     Clamp,
     Coordinates,
@@ -431,6 +432,9 @@ def _served_sites(tree: ModuleTree, one: Any, field: str) -> tuple[list[Site], b
     """The locations of an intervention, and whether its `at` is a pattern. Refuses those that it cannot have."""
     try:
         sites, pattern = find_sites(tree, one.at)
+        if isinstance(one, AttentionPattern):
+            paths = head_checks.attention_paths(tree, [site.path for site in sites])
+            sites = [msgspec.structs.replace(site, path=path) for site, path in zip(sites, paths, strict=True)]
     except ValueError as error:
         raise DeclarationError(f"{field}.at", str(error)) from None
     untapped = next((site.location for site in sites if not tree.serves(site.location)), None)
