@@ -75,7 +75,7 @@ from tracewire.traces.subscription import Subscription
 from tracewire.traces.trace import Trace
 from tracewire.traces.tracer import Tracer
 from tracewire.traces.values import Values
-from tracewire_bus.domain.autoencoders import SparseAutoencoder, WrongAutoencoder
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.store.trace_list import ListedTrace
@@ -398,7 +398,6 @@ __all__ = [
     "WatchGroups",
     "When",
     "WithOptions",
-    "WrongAutoencoder",
     "WrongEventLoop",
     "__version__",
     "blocking",

@@ -61,7 +61,7 @@ class PatchSweep:
         seconds: how long the sweep took.
     """
 
-    values: np.ndarray[Any, Any]
+    values: Any
     clean: float
     corrupted: float
     layers: list[int]
