@@ -79,7 +79,8 @@ class PatchSweep:
         """
         if self.clean == self.corrupted:
             raise ZeroDivisionError(f"both prompts measure {self.clean}: the metric does not tell them apart")
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        found: np.ndarray[Any, Any] = (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return found
 
     def __repr__(self) -> str:
         shape = f"{len(self.layers)} layers, {len(self.positions)} positions"
