@@ -76,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     engine_process.blocks_run = config.getoption("--blocks")
 
 
+# Before the hook of pytest-xdist, which takes the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, so that `make test-engineless` can leave it out, and run tests/e2e/ last.
 
