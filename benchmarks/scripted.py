@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -257,6 +258,7 @@ class ScriptedEngine(FakeEngine):
         run: str,
         edits: bytes | None = None,
         shared: bytes | None = None,
+        **more: Any,
     ) -> Prepared:
         """Every submission is as good as another; `max_tokens` counts."""
         sampling = submission.invokes[index].sampling

@@ -316,6 +316,11 @@ def test_policy() -> None:
         assert found["tokens_per_s"][side] == pytest.approx(4 * found["submissions_per_s"][side], rel=0.5)
 
 
+def test_hosts() -> None:
+    found = figures("hosts", "--tenants", "2", "--steps", "3")
+    above_zero(found, "host_mb", "step_ms", "hosts_running")
+
+
 def test_guards() -> None:
     found = figures("guards", "--traces", "8", "--tokens", "40", "--step-ms", "20")
     assert found["alarms"] > 0

@@ -497,8 +497,8 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/event_reader.py",
         "a-subscription-resumes-where-it-began",
-        "            self.position = entry.id\n",
-        "",
+        "            self.position, self.entry = entry.id, entry\n",
+        "            self.entry = entry\n",
         _SUBSCRIPTION + "::test_a_subscription_goes_on_after_any_event",
     ),
     _of(
@@ -845,7 +845,7 @@ MUTANTS = (
         _DECLARED_PLAN + "::test_plans_are_what_a_loop_over_requests_gives[16]",
     ),
     _of(
-        f"{_ENGINE}/worker/declared/plan.py",
+        f"{_ENGINE}/worker/declared/spans.py",
         "the-last-position-is-the-first",
         "return (start + count - 1, 1) if end >= prompt",
         "return (start, 1) if end >= prompt",

@@ -37,7 +37,14 @@ def test_a_member_that_no_form_has_is_found() -> None:
 
 @pytest.mark.parametrize("do", SCHEMAS[INTERVENTION]["discriminator"]["mapping"])
 def test_an_intervention_is_what_it_says(do: str) -> None:
-    fields: dict[str, Any] = {"name": "n", "at": "residual(1)", "probe": "n", "sae": "calm", "indices": [1]}
+    fields: dict[str, Any] = {
+        "name": "n",
+        "at": "residual(1)",
+        "probe": "n",
+        "sae": "calm",
+        "indices": [1],
+        "heads": [0],
+    }
     fields |= {name: [1.0] for name in ("vector", "direction", "values", "matrix", "basis")}
     fields |= dict.fromkeys(("target", "min", "max"), 1.0)
     (form,) = [one for one in SCHEMAS.values() if one.get("properties", {}).get("do", {}).get("enum") == [do]]

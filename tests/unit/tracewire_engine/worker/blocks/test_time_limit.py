@@ -287,11 +287,11 @@ def test_each_step_has_its_own_time(runner: Any) -> None:
         turns = [].save()
         for step in tracer.iter[:]:
             model.model.layers[2].output
-            time.sleep(0.1)
+            time.sleep(0.03)
             turns.append(step)
 
     rounds = Rounds(runner, steady=steady)
-    assert rounds.run(8)["steady"].error is None
+    assert rounds.run(16)["steady"].error is None
 
 
 def test_what_is_saved_cannot_hold_the_engine_when_it_is_read(runner: Any) -> None:
