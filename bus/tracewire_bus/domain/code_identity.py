@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from tracewire_bus.wire.messages import Block
+from tracewire_bus.wire.packing import decoder
 
 from .python_source import parse_source
 
@@ -32,7 +33,8 @@ DEFAULT_IMPORTS: Final = frozenset(
 )
 
 _KIND: Final = "tracewire block 1"
-_variables = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_variables = decoder(dict[str, msgspec.Raw], plain=True)
+_plain = decoder(plain=True)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -45,7 +47,7 @@ def code_hash(block: Block) -> str:
     arguments = sorted(set(block.arguments))
     constants = [
         (name, sha256(value).digest())
-        for name, value in sorted(_variables.decode(block.variables).items())
+        for name, value in sorted(_variables(block.variables).items())
         if name not in arguments
     ]
     covered = (
@@ -60,7 +62,7 @@ def code_hash(block: Block) -> str:
 def described(block: Block) -> str:
     """All that the hash of a block covers, as text that an operator reads, and compares line by line."""
     arguments = sorted(set(block.arguments))
-    constants = {name: value for name, value in _variables.decode(block.variables).items() if name not in arguments}
+    constants = {name: value for name, value in _variables(block.variables).items() if name not in arguments}
     lines = [f"block {block.name}({', '.join((*block.parameters, *arguments))})", *_indented(block.source)]
     for helper in block.helpers:
         lines += [f"helper {helper.name}", *_indented(helper.source)]
@@ -79,7 +81,7 @@ def _indented(source: str) -> list[str]:
 def _shown(value: msgspec.Raw) -> str:
     """A plain value as Python writes it; of a long one, or an array, the digest."""
     try:
-        plain = msgspec.msgpack.decode(value)
+        plain = _plain(bytes(value))
     except ValueError:
         plain = None
     text = repr(plain)

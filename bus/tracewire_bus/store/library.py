@@ -26,6 +26,7 @@ from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
 from tracewire_bus.wire.digests import content_hash
 from tracewire_bus.wire.library import FORMAT, EntryArray, EntryMessage
+from tracewire_bus.wire.packing import decoder
 from tracewire_bus.wire.pieces import Pieces
 from tracewire_bus.wire.refs import DTYPES, ArrayRef
 
@@ -273,7 +274,7 @@ def _nbytes(array: EntryArray) -> int:
     return ArrayRef(array.dtype, tuple(array.shape), array.digest, "").nbytes
 
 
-_decode_entry = msgspec.msgpack.Decoder(EntryMessage).decode
+_decode_entry = decoder(EntryMessage, plain=True)
 
 
 def _stored(space: str, field: bytes, about: bytes, data: bytes | None) -> Stored:

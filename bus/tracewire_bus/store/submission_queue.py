@@ -31,13 +31,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
-
 from tracewire_bus.transport.guard import GREATEST, integer
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 from tracewire_bus.wire.codec import request_schema_text
+from tracewire_bus.wire.packing import decoder
 
 from .dead_letters import DeadLetters
 from .intake import Intake
@@ -115,7 +114,7 @@ def claim_command(
 
 #: How many digits stand before the trace in the member of a client's set, and what an entry is packed as.
 _NUMBER_DIGITS: Final = 16
-_entry_decoder = msgspec.msgpack.Decoder(list[Any])
+_decode_entry = decoder(list[Any], plain=True)
 
 
 class Queue:
@@ -438,7 +437,7 @@ class Queue:
 
 def _queued_at(entry: bytes) -> float:
     """When an entry was queued, in seconds since the epoch, of its packed form (`lua/shared/queue.lua`)."""
-    return integer(_entry_decoder.decode(entry)[1]) / 1e6
+    return integer(_decode_entry(entry)[1]) / 1e6
 
 
 def _holder(lease: str) -> bytes:

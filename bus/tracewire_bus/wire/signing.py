@@ -22,6 +22,8 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from .packing import decoder
+
 __all__ = [
     "MOST_AT_ONCE",
     "SIGNATURE_BYTES",
@@ -73,7 +75,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decode = decoder(Envelope, plain=True)
 
 
 def signed_text(kind: Kind, prefix: str, model: str, trace: str, envelope: Envelope, content: bytes) -> bytes:
@@ -137,7 +139,8 @@ def decode_envelope(data: bytes) -> Envelope:
     """
     if len(data) > _MOST:
         raise ValueError(f"a signature takes at most {_MOST} bytes, got {len(data)}")
-    return _decoder.decode(data)
+    found: Envelope = _decode(data)
+    return found
 
 
 def wrap(envelope: Envelope, content: bytes) -> bytes:

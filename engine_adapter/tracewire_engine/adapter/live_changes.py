@@ -23,7 +23,7 @@ from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.live_values import live_values, unpack_live
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
-from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.packing import decoder, unpack
 from tracewire_engine.protocol.messages import Applied
 
 from .engine_api import Engine
@@ -42,7 +42,7 @@ class _Change(msgspec.Struct, array_like=True):
     values: dict[str, msgspec.Raw]
 
 
-_change = msgspec.msgpack.Decoder(_Change)
+_change = decoder(_Change, plain=True)
 
 
 def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
@@ -55,7 +55,7 @@ def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
     """
     # A value may be small and decode to many objects, while all traces wait.
     measure(data, "live", MAX_LIVE_VALUES)
-    change = _change.decode(data)
+    change: _Change = _change(data)
     for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
         if forms.get(name) != value.form:
             raise ValueError(f"live parameter {name!r} is {forms.get(name, 'not declared')}, got {value.form}")
@@ -131,9 +131,7 @@ class LiveTrace:
             return []
         for number, data in self._unpublished:
             if number <= version:
-                self._values.update(
-                    {name: unpack(bytes(packed)) for name, packed in _change.decode(data).values.items()}
-                )
+                self._values.update({name: unpack(bytes(packed)) for name, packed in _change(data).values.items()})
         return [one for stop in self._stops if isinstance(one := substitute_live(stop, self._values), StopWhen)]
 
     def report(self, applied: Applied) -> None:

@@ -18,6 +18,7 @@ from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.store.proofs import change_content
 from tracewire_bus.store.trace_records import Opened
 from tracewire_bus.wire.live_values import pack_live
+from tracewire_bus.wire.packing import decoder
 from tracewire_bus.wire.signing import decode_envelope
 
 from .gate import Gate
@@ -35,8 +36,8 @@ class _Change(msgspec.Struct, array_like=True):
     proof: bytes = b""
 
 
-_change = msgspec.msgpack.Decoder(_Change)
-_values = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_change = decoder(_Change, plain=True)
+_values = decoder(dict[str, msgspec.Raw], plain=True)
 
 
 class Undoing(NamedTuple):
@@ -55,7 +56,7 @@ class LiveProofs:
         self._trace = trace
         self._owner = owner
         #: The packed value that holds, by name, and the signed change that has set it, or `b""`.
-        self._holding = {name: (bytes(raw), b"") for name, raw in _values.decode(declared).items()}
+        self._holding = {name: (bytes(raw), b"") for name, raw in _values(declared).items()}
         #: The version of the change that each nonce came with.
         self._nonces: dict[bytes, int] = {}
 
@@ -82,7 +83,7 @@ class LiveProofs:
 
     def _verify(self, change: bytes, *, timely: bool) -> tuple[_Change, Key | None]:
         try:
-            found = _change.decode(change)
+            found = _change(change)
         except ValueError as error:
             raise SignatureRefused(f"the change cannot be read: {error}") from None
         content = change_content(bytes(found.by), bytes(found.values))
@@ -118,7 +119,7 @@ class LiveProofs:
     def undo(self, change: bytes) -> Undoing | None:
         """How the trace's record is mended after a refused change; None if the change cannot be read."""
         try:
-            found = _change.decode(change)
+            found = _change(change)
             refused = _of(change)
         except ValueError:
             return None
@@ -129,6 +130,6 @@ class LiveProofs:
 def _of(change: bytes) -> dict[str, bytes]:
     """The packed values of a change, by name."""
     try:
-        return {name: bytes(raw) for name, raw in _values.decode(_change.decode(change).values).items()}
+        return {name: bytes(raw) for name, raw in _values(_change(change).values).items()}
     except ValueError:
         return {}

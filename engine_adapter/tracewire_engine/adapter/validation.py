@@ -23,7 +23,7 @@ from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.live_values import LiveError, unpack_live
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, EngineInfo, Failure, Submission
-from tracewire_bus.wire.packing import unpack
+from tracewire_bus.wire.packing import decoder, unpack
 
 from .block_sources import Sources
 from .code_policy import CodePolicy
@@ -52,7 +52,7 @@ class _Interventions(msgspec.Struct):
     interventions: msgspec.Raw
 
 
-_interventions = msgspec.msgpack.Decoder(_Interventions)
+_interventions = decoder(_Interventions, plain=True)
 
 
 class Validated(msgspec.Struct):
@@ -245,7 +245,7 @@ class Validator:
         if not interventions:
             return None
         # As with blocks, services send the same ones again and again.
-        key = bytes(_interventions.decode(data).interventions) + submission.live
+        key = bytes(_interventions(data).interventions) + submission.live
         placed = self._placed.get(key)
         if placed is None:
             live = {name: value.value for name, value in unpack_live(submission.live).items()}

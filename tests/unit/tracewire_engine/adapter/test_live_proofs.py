@@ -123,3 +123,12 @@ async def test_a_lenient_engine_takes_the_record_as_it_is(world: World) -> None:
     lenient = LiveProofs(Gate(Identity(), "tw", "m", "e"), "t", None, pack(DECLARED))
     assert lenient.begin(opened) is opened
     assert lenient.admitted(opened.changes) == opened.changes
+
+
+async def test_a_change_that_nests_too_deep_is_refused(world: World) -> None:
+    fields = msgspec.msgpack.encode([1, "c", 0, {}, b""])
+    change = bytes([fields[0] + 1]) + fields[1:] + b"\x91" * 5000 + b"\xc0"
+    proofs = world.proofs()
+    with pytest.raises(SignatureRefused, match="nests too deep"):
+        proofs.admit(change)
+    assert proofs.undo(change) is None
