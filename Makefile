@@ -10,13 +10,13 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
 ARGS ?=
-# How many processes run tests at once; all tests that start engines run in one of them. 0: this one does it all.
-WORKERS ?= 2
+# How many processes run tests at once, each a file at a time and with engines of its own; 0: this one does it all.
+WORKERS ?= 0
 
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-SPREAD := -n $(WORKERS) --dist loadgroup
+SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 

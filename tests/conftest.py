@@ -76,31 +76,15 @@ def pytest_configure(config: pytest.Config) -> None:
     engine_process.blocks_run = config.getoption("--blocks")
 
 
-# Before the hook of pytest-xdist, which takes the groups.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, so that `make test-engineless` can leave it out, and run tests/e2e/ last.
 
-    The shared engine starts while other tests run. Of several workers (`-n`), one runs all tests that start engines,
-    one after the other: two engines would starve each other. A file's other tests share a worker, with their fixtures.
+    The shared engine starts while other tests run.
     """
     for item in items:
         if "starts_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: _E2E in item.path.parents)
-
-
-def _group(item: pytest.Item) -> str:
-    """What runs in the same worker as `item`."""
-    fixtures = getattr(item, "fixturenames", ())
-    if "starts_engine" in fixtures:
-        return "engine"
-    if "site" in fixtures:
-        return "site"
-    if hasattr(getattr(item, "module", None), "adapter_command"):
-        return "command"
-    return str(item.path)
 
 
 def pytest_collection_finish() -> None:

@@ -241,9 +241,9 @@ def test_a_command_that_no_test_runs_is_found() -> None:
     [
         ("demo", "examples/demo/run.py"),
         ("demo JSON=1", "examples/demo/run.py --json"),
-        ("test", '-m pytest -q -m "not full" -n 2 --dist loadgroup'),
-        ("test-full WORKERS=1", "-m pytest -q -n 1 --dist loadgroup"),
-        ("test-engineless", '-m pytest -q -m "not full and not engine" -n 2 --dist loadgroup'),
+        ("test", '-m pytest -q -m "not full"'),
+        ("test-full", "-m pytest -q"),
+        ("test-engineless WORKERS=2", '-m pytest -q -m "not full and not engine" -n 2 --dist loadfile'),
         ("bench", "-m benchmarks.blobs"),
         ("docs", "-m mkdocs build --strict"),
         ("docs-serve", "-m mkdocs serve"),
