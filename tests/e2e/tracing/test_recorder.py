@@ -99,6 +99,8 @@ async def test_a_recording_runs_again_the_same(client: Client, model: Model, tmp
     assert schedule_of(again, 0.0, TOKENS) == alphas
 
 
+# Starts two engines more.
+@pytest.mark.full
 async def test_another_engine_says_whether_it_is_the_same(
     client: Client, model: Model, engine_bus: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from tracewire.errors import InvalidRecording
 from tracewire.planned import check_planned
+from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.live_values import live_values, pack_live
 from tracewire_bus.wire.messages import Invoke, ScheduledChange, Submission
 from tracewire_bus.wire.packing import pack, wire
@@ -128,6 +129,8 @@ def _again(submission: Submission, accepted: Accepted, client: str, model: str |
         deadline_s=None,
         context={},
         edits=edits,
+        # Decoding has made NumPy arrays of its arrays.
+        interventions=normalize(submission.interventions),
     )
 
 
