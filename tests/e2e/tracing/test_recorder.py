@@ -151,12 +151,13 @@ async def test_forks_leave_at_their_token(client: Client, model: Model) -> None:
             same, strong, _ = await fan.results()
     # Without other values it is the trace itself.
     assert same.token_ids == original
-    assert same.saves["projection"] == recording.state().saves["projection"]
+    # Siblings share a batch, whose sums a CPU adds up in another order.
+    assert same.saves["projection"] == pytest.approx(recording.state().saves["projection"], rel=1e-3, abs=1e-3)
     assert strong.token_ids[:at] == original[:at]
-    assert strong.saves["projection"][:at] == same.saves["projection"][:at]
+    assert strong.saves["projection"][:at] == pytest.approx(same.saves["projection"][:at], rel=1e-3, abs=1e-3)
     assert strong.saves["projection"][at] != same.saves["projection"][at]
     assert [step.index for step in steps] == list(range(at, TOKENS))
-    assert steps[0].distances[0] == 0.0
+    assert steps[0].distances[0] == pytest.approx(0.0, abs=1e-3)
     assert max(step.distances[1] or 0.0 for step in steps) > 0.1
     assert fan.first_differences[1] is not None
 
