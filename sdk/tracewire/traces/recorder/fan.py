@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from tracewire.checks import shown
 from tracewire.errors import TracewireError
 from tracewire.traces.output import Output
+from tracewire.traces.readers import Reader
 
 from .planning import Place, planned_fork
 
@@ -106,7 +106,7 @@ class _Sibling:
             self.tokens.append((token, texts[place], logprobs))
 
 
-class Fan:
+class Fan(Reader):
     """Siblings of one trace: an async iterator of `FanStep`s, from the first token that may differ to the last.
 
     Entering or starting it starts the siblings; leaving it cancels those that run. Each sibling is a trace of its own,
@@ -146,18 +146,6 @@ class Fan:
         """Cancel the siblings that run. Idempotent."""
         for trace in self.traces:
             await trace.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> FanStep:
         """The next token of each sibling, once all that run have it.
