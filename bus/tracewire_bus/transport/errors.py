@@ -16,6 +16,7 @@ __all__ = [
     "WrongTopology",
     "as_bus_error",
     "copy_of",
+    "first_error",
     "is_demoted",
     "is_full",
     "is_transient",
@@ -180,4 +181,11 @@ def as_bus_error(error: Exception) -> Exception:
         return WrongTopology(f"this Redis is a node of a cluster: use a URL with redis+cluster:// ({error})")
     if isinstance(error, RedisError):
         return BusError(f"Redis refused: {error}")
+    return error
+
+
+def first_error(error: BaseException) -> Any:
+    """The first error in an exception group, also where groups are nested; any other exception as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     return error

@@ -28,6 +28,7 @@ from tracewire_bus.store.trace_records import (
     cancellation,
 )
 from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.errors import first_error
 from tracewire_bus.transport.guard import Malformed
 from tracewire_bus.wire.codec import NewerSchema, encode
 from tracewire_bus.wire.live_values import unpack_live
@@ -45,7 +46,7 @@ from .live_proofs import LiveProofs
 from .settings import Settings
 from .standing_edits import RequestEdits
 from .trace_end import BlocksLost
-from .trace_run import Attempt, RunServices, TraceRun, first
+from .trace_run import Attempt, RunServices, TraceRun
 from .validation import Validated, Validator, refusal
 
 __all__ = ["Intake"]
@@ -430,7 +431,7 @@ class Intake:
             raise
         except Exception as error:
             logger.exception("trace %s failed in the adapter", submission.trace)
-            cause = first(error)  # with several invokes it may come in an exception group
+            cause = first_error(error)  # with several invokes it may come in an exception group
             problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")
         finally:
             if timer is not None:

@@ -25,6 +25,7 @@ from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.domain.limit_table import LimitCounts
 from tracewire_bus.store.blobs import Blobs
+from tracewire_bus.transport.errors import first_error
 from tracewire_bus.wire.codec import encoded_size
 from tracewire_bus.wire.messages import (
     EngineInfo,
@@ -69,7 +70,7 @@ from .vector_files import VectorFiles
 if TYPE_CHECKING:
     from .trace_spans import AttemptSpan, TraceSpans
 
-__all__ = ["Attempt", "RunServices", "TraceRun", "first"]
+__all__ = ["Attempt", "RunServices", "TraceRun"]
 
 logger = logging.getLogger("tracewire")
 
@@ -328,9 +329,9 @@ class TraceRun:
             self.fenced = True
             await self.abort_all()
         except* EngineLost as errors:
-            lost = first(errors)
+            lost = first_error(errors)
         except* BusFull as errors:
-            full = first(errors)
+            full = first_error(errors)
         finally:
             for request in self.requests:
                 self._pending.pop(request.name, None)
@@ -556,13 +557,6 @@ def _stops(submission: Submission) -> list[StopWhen]:
         return []
     live = unpack(submission.live)
     return [one for stop in stops if isinstance(one := substitute_live(stop, live), StopWhen)]
-
-
-def first(error: BaseException) -> Any:
-    """The first error in an exception group, also where groups are nested; any other exception as it is."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _accepted(

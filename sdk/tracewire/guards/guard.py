@@ -17,6 +17,7 @@ from tracewire.checks import check_text
 from tracewire.error_mapping import connect_error
 from tracewire_bus.bus import BusError
 from tracewire_bus.store.guard_marks import GuardMarks
+from tracewire_bus.transport.errors import first_error
 
 from .acting import Acting, Guarding
 from .alarm import Alarm, Decision
@@ -142,9 +143,8 @@ class Guard:
         return f"<Guard {self.name} of {self.rules.group}: {self.rules.model}, {self.following} traces>"
 
 
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+def _first(errors: BaseException) -> BaseException:
+    error: BaseException = first_error(errors)
     if isinstance(error, anyio.ClosedResourceError | BusError):
         return connect_error(error)
     return error

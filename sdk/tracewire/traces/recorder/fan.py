@@ -13,6 +13,7 @@ from tracewire.checks import shown
 from tracewire.errors import TracewireError
 from tracewire.traces.output import Output
 from tracewire.traces.readers import Reader
+from tracewire_bus.transport.errors import first_error
 
 from .planning import Place, planned_fork
 
@@ -140,7 +141,7 @@ class Fan(Reader):
                     group.start_soon(trace.start)
         except BaseExceptionGroup as errors:
             await self.aclose()
-            raise _first(errors) from None
+            raise first_error(errors) from None
 
     async def aclose(self) -> None:
         """Cancel the siblings that run. Idempotent."""
@@ -197,12 +198,6 @@ def _distance(one: dict[int, float] | None, other: dict[int, float] | None) -> f
     # A token that only one of them lists is at most as likely in the other as that one's least likely.
     apart = sum(abs(math.exp(one[token]) - math.exp(other[token])) for token in shared)
     return min(1.0, (apart + sum(max(0.0, value - max(least)) for value in missing)) / 2)
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def forked(
