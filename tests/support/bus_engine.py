@@ -353,11 +353,14 @@ class BusEngine:
             while True:
                 for order in await reader.read(BLOCK_MS):
                     stage = self.stages.get(order.trace)
-                    if stage is not None and order.kind == "steer":
+                    if stage is None or stage.ended:
+                        # Its final is on the way: nothing follows it.
+                        continue
+                    if order.kind == "steer":
                         stage.change(order.change)
-                    elif stage is not None and order.kind in ("pause", "resume"):
+                    elif order.kind in ("pause", "resume"):
                         await stage.hold(order.by, resume=order.kind == "resume")
-                    elif stage is not None:
+                    else:
                         stage.cancelled = cancellation(order.by, order.reason)
                         stage.scope.cancel()
         finally:
