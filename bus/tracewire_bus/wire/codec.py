@@ -63,6 +63,7 @@ __all__ = [
     "list_head",
     "request_schema_text",
     "schema_text",
+    "schema_version",
     "with_deltas",
 ]
 
@@ -386,6 +387,14 @@ def request_schema_text() -> str:
     return f"{REQUEST_SCHEMA[0]}.{REQUEST_SCHEMA[1]}"
 
 
+def schema_version(text: str) -> tuple[int, int] | None:
+    """The major and the minor number of a schema, given as `"major.minor"`; None if it is none."""
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()) or len(text) > 20:
+        return None
+    return int(major), int(minor)
+
+
 @lru_cache(maxsize=64)
 def check_schema(text: str, known: tuple[int, int] = SCHEMA) -> None:
     """Check that this version can read messages of a schema, given as `"major.minor"`.
@@ -396,10 +405,10 @@ def check_schema(text: str, known: tuple[int, int] = SCHEMA) -> None:
     Raises:
         NewerSchema: the major version is newer than this version's, or `text` is not a version.
     """
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()) or len(text) > 20:
+    version = schema_version(text)
+    if version is None:
         raise NewerSchema(f"a message of schema {text[:40]!r}; this version reads {known[0]}.{known[1]}")
-    if int(major) > known[0]:
+    if version[0] > known[0]:
         raise NewerSchema(f"a message of schema {text}; this version reads {known[0]}.{known[1]} and older: update it")
 
 

@@ -12,6 +12,7 @@ from tracewire.checks import Duration, check_limit, check_seconds, check_text
 from tracewire.error_mapping import bus_errors
 from tracewire.errors import EngineTooOld, UnknownEngine
 from tracewire.traces.model import Model, model_name
+from tracewire_bus.wire.codec import schema_version
 
 from .listing import Listing
 
@@ -112,8 +113,8 @@ class Engine(msgspec.Struct, frozen=True):
     @property
     def can_drain(self) -> bool:
         """Whether the engine's version supports draining."""
-        major, _, minor = self.schema.partition(".")
-        return not (major.isdecimal() and minor.isdecimal()) or (int(major), int(minor)) >= (1, 1)
+        version = schema_version(self.schema)
+        return version is None or version >= (1, 1)
 
 
 class Draining:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from tracewire.errors import LibraryMissing
+from tracewire.library.packages import package
 
 __all__ = ["library"]
 
@@ -16,7 +15,4 @@ def library(name: str, what: str = "a harvest", extra: str = "harvest") -> Any:
     Raises:
         LibraryMissing: the library is not installed; the error names the extra.
     """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise LibraryMissing(what, name.partition(".")[0], extra) from error
+    return package(name, what, extra)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tracewire.errors import TraceRejected, UnknownModulePath
+from tracewire_bus.wire.codec import schema_version
 from tracewire_bus.wire.messages import NO_MEDIA
 from tracewire_bus.wire.packing import unpack
 
@@ -44,37 +45,29 @@ def check_submission(submission: Submission, model: ServedModel) -> None:
             check_paths(block, model.trees)
 
 
-def _check_edits(submission: Submission, engines: Sequence[EngineInfo]) -> None:
-    if submission.edits is None and all(invoke.edits is None for invoke in submission.invokes):
-        return
+def _refuse_older(engines: Sequence[EngineInfo], since: tuple[int, int], field: str, what: str) -> None:
+    """Refuse a field where an engine's schema is older than `since`: the engine would run the trace without it."""
     for engine in engines:
-        if engine.schema == "1.0":
-            why = f"engine {engine.engine} is of a version that knows no edits, and would run the trace without"
-            raise TraceRejected("edits", why)
-
-
-def _check_plan(submission: Submission, engines: Sequence[EngineInfo]) -> None:
-    """Refuse a schedule or given tokens where an engine is of a version that would run the trace without."""
-    forced = any(invoke.forced_tokens for invoke in submission.invokes)
-    if not submission.schedule and not forced:
-        return
-    field = "schedule" if submission.schedule else "forced_tokens"
-    for engine in engines:
-        if engine.schema and tuple(map(int, engine.schema.split("."))) < (2, 5):
-            why = f"engine {engine.engine} is of a version that knows none, and would run the trace without"
+        version = schema_version(engine.schema)
+        if version is not None and version < since:
+            why = f"engine {engine.engine} is of a version that knows {what}, and would run the trace without"
             raise TraceRejected(field, why)
 
 
+def _check_edits(submission: Submission, engines: Sequence[EngineInfo]) -> None:
+    if submission.edits is not None or any(invoke.edits is not None for invoke in submission.invokes):
+        _refuse_older(engines, (1, 1), "edits", "no edits")
+
+
+def _check_plan(submission: Submission, engines: Sequence[EngineInfo]) -> None:
+    if submission.schedule or any(invoke.forced_tokens for invoke in submission.invokes):
+        _refuse_older(engines, (2, 5), "schedule" if submission.schedule else "forced_tokens", "none")
+
+
 def _check_conditions_known(submission: Submission, engines: Sequence[EngineInfo]) -> None:
-    """Refuse conditions for an engine that would ignore them."""
     index = next((place for place, one in enumerate(submission.interventions) if one.when is not None), None)
-    if index is None:
-        return
-    for engine in engines:
-        major, _, minor = engine.schema.partition(".")
-        if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) < (2, 4):
-            why = f"engine {engine.engine} is of a version that knows no conditions, and would run the trace without"
-            raise TraceRejected(f"interventions[{index}].when", why)
+    if index is not None:
+        _refuse_older(engines, (2, 4), f"interventions[{index}].when", "no conditions")
 
 
 def _check_interventions(submission: Submission, model: ServedModel) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from tracewire.errors import TraceRejected, ValueMissing
 from tracewire_bus.store.vectors import VECTOR_BYTES, reference_to
 from tracewire_bus.transport.errors import NotAllowed
+from tracewire_bus.wire.codec import schema_version
 from tracewire_bus.wire.refs import ARRAY, ArrayRef, encode_ref
 
 if TYPE_CHECKING:
@@ -125,5 +126,5 @@ class ReferredArrays:
 
 
 def _fetches_vectors(engine: EngineInfo) -> bool:
-    major, _, minor = engine.schema.partition(".")
-    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= _SINCE
+    version = schema_version(engine.schema)
+    return version is not None and version >= _SINCE

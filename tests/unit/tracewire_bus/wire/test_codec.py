@@ -24,6 +24,7 @@ from tracewire_bus.wire.codec import (
     digest_bytes,
     encode,
     schema_text,
+    schema_version,
 )
 from tracewire_bus.wire.messages import (
     Append,
@@ -199,3 +200,8 @@ def test_schemas() -> None:
 def test_digest_of_bytes() -> None:
     assert len(digest_bytes(b"")) == 16
     assert digest_bytes(b"a") == digest_bytes(memoryview(b"a")) != digest_bytes(b"b")
+
+
+def test_a_schema_s_numbers() -> None:
+    assert schema_version("2.10") == (2, 10)
+    assert [schema_version(text) for text in ("", "2", "2.", "2.x", "2.1.0", "\u00b2.1", "9" * 30 + ".1")] == [None] * 7
