@@ -1,4 +1,4 @@
-"""TODO test_fuzz.py."""
+"""An engine that reads what somebody has mutated goes on: valid traces beside it end as they should."""
 
 from __future__ import annotations
 

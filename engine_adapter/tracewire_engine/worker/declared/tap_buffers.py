@@ -32,7 +32,7 @@ __all__ = ["StepTable", "TapBuffers", "VectorPool", "made_buffers"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Most bytes of the vectors that a step adds.
+#: Most bytes of the vectors of all live requests.
 _POOL_BYTES: Final = 256 << 20
 #: Rows are a multiple of this, so that each tap's part of a table is aligned alike.
 _ALIGNMENT: Final = 16
