@@ -10,7 +10,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import engine_info
 from tests.support.drained import reads_norm
-from tracewire import Client, Prompt, TraceRejected, UnknownModulePath, intervention
+from tracewire import Client, Prompt, TraceRejected, UnknownModulePath, When, intervention
 from tracewire_bus.bus import Bus
 
 
@@ -66,3 +66,14 @@ async def test_a_block_must_fit_every_engine_that_may_take_it(client: Client, bu
     async with client.trace(await client.models.get("tiny"), "a", reads_norm, detach=True) as trace:
         pass
     await client.cancel(trace.id)
+
+
+async def test_an_engine_that_would_ignore_a_condition_is_not_asked(client: Client, bus: Bus) -> None:
+    await bus.registry.register(engine_info("old", engine="old", schema="2.3"), ttl_s=600)
+    reads = [
+        tracewire.Probe("p", "residual(0)", reduce="norm"),
+        tracewire.Probe("q", "residual(0)", when=When(every=2)),
+    ]
+    with pytest.raises(TraceRejected, match="engine old is of a version that knows no conditions") as caught:
+        await client.trace("old", "x", interventions=reads).start()
+    assert caught.value.field == "interventions[1].when"
