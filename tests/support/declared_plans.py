@@ -19,9 +19,9 @@ from tracewire_bus.domain.intervention_checks import normalize, substitute_live
 from tracewire_bus.domain.patch_checks import prompt_positions
 from tracewire_bus.wire.messages import Ablate, Clamp, DecodedOutput, Delta, Final, Live, LogitLens, Patch, Probe, Steer
 from tracewire_bus.wire.packing import decoder, pack
-from tracewire_engine.adapter.read_decoder import NO_READS, ChoiceReads, ReadDecoder
+from tracewire_engine.adapter.read_decoder import NO_READS, ChoiceReads, ReadDecoder, StepReads
 from tracewire_engine.link.step_link import encode_changes
-from tracewire_engine.protocol.messages import Placed
+from tracewire_engine.protocol.messages import Batch, Layout, Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
 from tracewire_engine.worker.declared.ops import Declaration
 from tracewire_engine.worker.declared.plan import DeclaredRequests
@@ -230,6 +230,16 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
     request.seen = max(request.seen, end)
 
 
+def handed_on(
+    feed: ReadDecoder, layout: Layout | None, piece: Batch, flat: torch.Tensor
+) -> tuple[memoryview, list[tuple[StepReads, int]]]:
+    """Hand a step's reads to the adapter's decoder: the bytes, and the reads of each request with the token's index."""
+    data = piece.data = memoryview(flat.numpy().tobytes())
+    if layout is not None:
+        feed.layout(layout)
+    return data, feed.batch(piece)
+
+
 def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> int:
     """Play random traffic, and compare what a plan reads and edits with `naive`.
 
@@ -299,13 +309,10 @@ def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> i
         for (hidden, residual), stream in zip(halves, streams, strict=True):
             torch.testing.assert_close((hidden + residual)[:total], stream, rtol=1e-4, atol=1e-4)
         if collected is not None:
-            layout, piece, flat = collected
-            piece.data = memoryview(flat.numpy().tobytes())
-            if layout is not None:
-                feed.layout(layout)
-            for reads, index in feed.batch(piece):
+            data, arrived = handed_on(feed, *collected)
+            for reads, index in arrived:
                 assert index == live[reads.request].tokens
-                live[reads.request].reads.take(index, reads, piece.data)
+                live[reads.request].reads.take(index, reads, data)
         for request in batch:
             request.state.num_computed_tokens += scheduled[request.name]
             request.tokens += 1

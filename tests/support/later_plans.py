@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from tests.support.declared_plans import HEAD, HIDDEN, LAYERS, compare
+from tests.support.declared_plans import HEAD, HIDDEN, LAYERS, compare, handed_on
 from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.domain.intervention_checks import normalize, substitute_live
 from tracewire_bus.wire.messages import (
@@ -363,12 +363,9 @@ def play(
             np.testing.assert_allclose((hidden + residual)[:total].numpy(), stream, rtol=1e-3, atol=1e-3)
         collected = declared.collect(lambda values: values @ HEAD.T)
         if collected is not None:
-            layout, piece, flat = collected
-            piece.data = memoryview(flat.numpy().tobytes())
-            if layout is not None:
-                feed.layout(layout)
-            for reads, index in feed.batch(piece):
-                live[reads.request].reads.take(index, reads, piece.data)
+            data, arrived = handed_on(feed, *collected)
+            for reads, index in arrived:
+                live[reads.request].reads.take(index, reads, data)
         assert not [one.failure for one in declared.live.values() if one.failure]
         for one in batch:
             one.state.num_computed_tokens += scheduled[one.name]
