@@ -156,6 +156,8 @@ def _script(program: str, folder: Path, writable: Sequence[Path], hidden: Sequen
         *("--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session"),
         *("--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns", "--cap-drop", "ALL"),
     ]
+    for path in _installed_in(Path("/tmp")):  # noqa: S108  # nosec B108
+        given += ["--ro-bind", str(path), str(path)]
     for path in (*(home / one for one in _HIDDEN), *hidden):
         if path.is_dir():
             given += ["--tmpfs", str(path)]
@@ -175,6 +177,12 @@ def _script(program: str, folder: Path, writable: Sequence[Path], hidden: Sequen
     script.write_text(f'#!/bin/sh\n{opened}exec {command} "$@"\n')
     script.chmod(0o700)
     return script
+
+
+def _installed_in(folder: Path) -> list[Path]:
+    """The folders below `folder` from which this Python runs and imports."""
+    used = {Path(one).resolve() for one in (sys.prefix, sys.base_prefix, *sys.path) if one}
+    return sorted(path for path in used if path.is_dir() and folder in path.parents)
 
 
 def _try_out(script: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib import util
 from pathlib import Path
+from types import ModuleType
 
 from tracewire.capture.intervention import Intervention
 
@@ -21,15 +21,16 @@ def load_block(where: str) -> Intervention:
         ValueError: there is no such file, or no such block in it.
     """
     path, name = _split(where)
-    spec = util.spec_from_file_location(f"tracewire_block_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise ValueError(f"expected a Python file, got {str(path)!r} (the form is {BLOCK})")
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    module = ModuleType(f"tracewire_block_{path.stem}")
+    module.__file__ = str(path.resolve())
+    sys.modules[module.__name__] = module
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        # From its source: Python would take cached bytecode of a file that has changed within the same second.
+        exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
     finally:
         sys.path.remove(folder)
     found = {key: value for key, value in vars(module).items() if isinstance(value, Intervention)}

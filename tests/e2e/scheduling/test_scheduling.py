@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 
 import tracewire
 from tests.support.engine_inside import counts, engine_inside, forgotten
-from tracewire import Client, Model, Output, Probe, Steer
+from tracewire import Client, Model, Output, Probe, Steer, TraceEnded
 from tracewire_bus.wire.columns import layout_of
 from tracewire_bus.wire.messages import Append, Columns
 
@@ -327,7 +327,9 @@ async def test_cancelled_traces_leave_nothing(engine: Any, client: Client, model
                 if seen > 5 * number:
                     break
             if number % 3 == 0:
-                await client.pause(trace.id)
+                # On a busy machine the trace may be over by now.
+                with suppress(TraceEnded):
+                    await client.pause(trace.id)
 
     async with anyio.create_task_group() as group:
         for number in range(9):

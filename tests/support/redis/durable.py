@@ -22,7 +22,8 @@ class Server(RedisServer):
             "port": 0,
             "unixsocket": self.socket,
             "appendonly": "yes",
-            "appendfsync": "everysec",
+            # With everysec, Redis acknowledges before it writes while an fsync is under way.
+            "appendfsync": "always",
             "aof_load_truncated": "yes",
             "auto_aof_rewrite_percentage": 0,
             "repl_diskless_sync": "yes",

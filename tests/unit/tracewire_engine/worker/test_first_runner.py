@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,10 +14,11 @@ import torch
 import tracewire
 from benchmarks.blocks import LAYER, _Link, _Runner, _scheduled
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.blocks import time_limit as watchdog
 
 
 @pytest.fixture(scope="module")
-def runner() -> Any:
+def runner() -> Iterator[Any]:
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
     _set_torch_accelerator_to_noop()
@@ -24,7 +26,9 @@ def runner() -> Any:
     with mock.patch("tracewire_engine.worker.runner_parts.cached_tokenizer_from_config", return_value=None):
         made.load_model()
     made.tracewire_reporter.link = _Link()
-    return made
+    yield made
+    # It would interrupt tests of other modules.
+    watchdog.limit_turns(0)
 
 
 @tracewire.intervention
