@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from importlib import util
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 
 from tracewire.capture.intervention import Intervention
 
@@ -23,14 +25,16 @@ def load_block(where: str) -> Intervention:
     path, name = _split(where)
     if not path.is_file():
         raise ValueError(f"expected a Python file, got {str(path)!r} (the form is {BLOCK})")
-    module = ModuleType(f"tracewire_block_{path.stem}")
-    module.__file__ = str(path.resolve())
-    sys.modules[module.__name__] = module
+    name_of_module = f"tracewire_block_{path.stem}"
+    loader = _UncachedLoader(name_of_module, str(path))
+    spec = util.spec_from_loader(name_of_module, loader)
+    assert spec is not None
+    module = util.module_from_spec(spec)
+    sys.modules[name_of_module] = module
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        # From its source: Python would take cached bytecode of a file that has changed within the same second.
-        exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
+        loader.exec_module(module)
     finally:
         sys.path.remove(folder)
     found = {key: value for key, value in vars(module).items() if isinstance(value, Intervention)}
@@ -41,6 +45,14 @@ def load_block(where: str) -> Intervention:
     there = ", ".join(sorted(found)) or "none"
     asked = f"no intervention {name!r}" if name else "several interventions, or none: name one, as FILE.py::NAME"
     raise ValueError(f"{path} has {asked} (it has: {there}); @tracewire.intervention makes a function one")
+
+
+class _UncachedLoader(SourceFileLoader):
+    """Compiles a file as it is now. Python would execute bytecode cached within the second of the last change."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of the file as it is now."""
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _split(where: str) -> tuple[Path, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,15 @@ def test_a_change_is_shown_as_a_diff_and_needs_approval(
     assert "\n+" in said
     assert "expected --yes, or a terminal" in said
     assert len(Approvals(approved).hashes()) == 1
+
+
+def test_a_change_within_a_second_is_seen(file: Path, approved: Path) -> None:
+    assert main(["approve", str(file), "--to", str(approved), "--yes"]) == 0
+    before = file.stat()
+    file.write_text(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    watch = load_block(str(file))
+    assert code_hash(watch(direction=1.0).block()) not in Approvals(approved).hashes()
 
 
 def test_an_approval_can_be_taken_back(file: Path, approved: Path, capsys: pytest.CaptureFixture[str]) -> None:
