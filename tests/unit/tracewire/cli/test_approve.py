@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,8 @@ def test_a_change_is_shown_as_a_diff_and_needs_approval(
     assert len(Approvals(approved).hashes()) == 1
 
 
-def test_a_change_within_a_second_is_seen(file: Path, approved: Path) -> None:
+def test_a_change_within_a_second_is_seen(file: Path, approved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert main(["approve", str(file), "--to", str(approved), "--yes"]) == 0
     before = file.stat()
     file.write_text(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
