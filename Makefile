@@ -20,7 +20,7 @@ SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help setup demo test test-full test-engineless test-versions lint audit format bench faults mutants docs docs-serve wheel locks clean distclean
+.PHONY: help setup demo test test-full test-hosts test-engineless test-versions lint audit format bench faults mutants docs docs-serve wheel locks clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -59,6 +59,9 @@ test: $(READY)  ## all tests but those marked `full`
 
 test-full: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -q $(SPREAD) $(ARGS)
+
+test-hosts: $(READY)  ## the tests of blocks on an engine, with blocks in processes of their own (--blocks host)
+	@$(BIN)/python -m pytest -q -m "not full" --blocks host tests/e2e/tracing tests/e2e/steering tests/e2e/edits tests/e2e/scheduling $(SPREAD) $(ARGS)
 
 test-engineless: $(READY)  ## the tests that start no engine
 	@$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) $(ARGS)

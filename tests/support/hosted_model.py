@@ -23,6 +23,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 from tracewire_engine.worker.block_host.pool import HostPool
+from tracewire_engine.worker.block_host.rank_link import RankLink
 from tracewire_engine.worker.block_host.reading import ModelPaths
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 from tracewire_engine.worker.block_host.setup import outline_of
@@ -101,7 +102,9 @@ class _Request:
 class HostedModel:
     """A model with two tokens a prompt, and all that a worker has for blocks in hosts."""
 
-    def __init__(self, *, layers: int = 3, step_s: float = 20.0, pool: HostPool | None = None) -> None:
+    def __init__(
+        self, *, layers: int = 3, step_s: float = 20.0, pool: HostPool | None = None, others: RankLink | None = None
+    ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
         settings = settings_of(self.module)
@@ -111,7 +114,7 @@ class HostedModel:
         # No C code that takes forever is waited for.
         self.reports = ReportThread(lambda: link, None, patience_s=15.0)
         self.hosts = HostedBlocks(
-            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s
+            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s, others
         )
         self.outcomes: dict[str, Outcome] = {}
 

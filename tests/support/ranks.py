@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tracewire_engine.worker.parallel import rank_agreement
+from tracewire_engine.worker.parallel import rank_sockets
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey, Ranks
 
 torch = pytest.importorskip("torch")
@@ -33,7 +33,7 @@ class Pair:
             return addresses
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_agreement, "gathered", gather)
+            patch.setattr(rank_sockets, "gathered", gather)
             groups = [SimpleNamespace(rank_in_group=rank, rank=rank, world_size=2, cpu_group=rank) for rank in (0, 1)]
             self.ends = list(self.threads.map(lambda group: Ranks(group, address, limit_s), groups))
         for end in self.ends:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 from nnsight.intervention.envoy import Envoy
-from nnsight.intervention.source import NO_SKIP
+from nnsight.intervention.source import NO_SKIP, SourceNotAvailable
 from nnsight.tracing.tracer import inc
 
 from tracewire_engine.link.described_objects import made
@@ -272,7 +272,10 @@ def _limit(settings: HostSettings, *, waits: bool) -> float:
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (AttributeError, IndexError, KeyError, LookupError, NotImplementedError, TypeError, ValueError)
+    for error in (
+        *(AttributeError, IndexError, KeyError, LookupError, NotImplementedError, TypeError, ValueError),
+        SourceNotAvailable,
+    )
 }
 
 

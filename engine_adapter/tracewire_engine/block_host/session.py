@@ -17,10 +17,12 @@ import torch
 from nnsight.intervention.batching import SkipParts
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Event
+from nnsight.intervention.source import Compiled, Source, SourceEnvoy
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from nnsight.tracing import tracer as nnsight_tracer
 
 from tracewire_engine.protocol.block_host import (
+    SOURCE,
     Began,
     Finished,
     HostSettings,
@@ -40,8 +42,32 @@ from tracewire_engine.worker.traced_model import TracedModel
 
 __all__ = ["HostInterleaver", "HostedModel", "Session"]
 
+#: A host has the text of the worker's functions alone.
+_NO_CODE = compile("", "<worker>", "exec")
+
 #: Locations that are the session's own: the model never reaches them.
 _OURS = (LIVE, RESULT, None)
+
+
+class HostedOperation(SourceEnvoy):
+    """An operation inside a module that the worker holds."""
+
+    @property
+    def source(self) -> Any:
+        """Refused: a host does not have the code that the operation calls."""
+        raise NotImplementedError(
+            f"{self.path.removeprefix('model.')}.source: operations inside a function that a module calls are not "
+            "served to blocks in a process of their own (--blocks host); its .input and .output are"
+        )
+
+
+class HostedSource(Source):
+    """The operations inside a module that the worker holds."""
+
+    def node(self, name: str) -> HostedOperation:
+        """One of the operations."""
+        compiled = self.compiled
+        return HostedOperation(self.envoy, name, f"{self.prefix}.{name}", compiled.source, compiled.lines[name])
 
 
 class HostedEnvoy(Envoy):
@@ -49,16 +75,17 @@ class HostedEnvoy(Envoy):
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         if hook:
-            raise NotImplementedError("hook=True is not supported by blocks in a process of their own")
+            raise NotImplementedError(
+                "hook=True is not supported by blocks in a process of their own (--blocks host): the modules inside "
+                "run in the engine's worker; call each of them in turn to see its value"
+            )
         return self.interleaver.call(self.path, (args, kwargs))
 
     @property
-    def source(self) -> Any:
-        """Refused: a host does not have the module's code."""
-        raise NotImplementedError(
-            f"{self.path.removeprefix('model.')}.source: operations inside a module are not served to blocks in a "
-            "process of their own (--blocks host)"
-        )
+    def source(self) -> HostedSource:
+        """The operations inside the module, as the worker names them."""
+        names, lines, text = self._module.fetch(self._module.outline.path, SOURCE)
+        return HostedSource(self, self.path, Compiled(_NO_CODE, tuple(names), lines, text))
 
 
 class HostedModel(TracedModel):

@@ -318,9 +318,8 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
         raise UnsupportedSetting("--adapters is not supported with Ray: workers on other hosts have one adapter")
     if settings.adapters > 1 and arguments.create_model_config().is_multimodal_model:
         raise UnsupportedSetting("--adapters is not supported for a model that takes images: its cache has one adapter")
-    ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    if settings.blocks == "host" and (ranks > 1 or settings.check_collect):
-        other = "--check-collect" if settings.check_collect else "more than one worker"
+    if settings.blocks == "host" and (arguments.pipeline_parallel_size > 1 or settings.check_collect):
+        other = "--check-collect" if settings.check_collect else "--pipeline-parallel-size"
         raise UnsupportedSetting(f"--blocks host is not supported with {other} yet")
     if loras:
         options.update(_adapters(arguments, loras))

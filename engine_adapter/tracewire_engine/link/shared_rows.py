@@ -16,7 +16,7 @@ import torch
 
 from tracewire_engine.protocol.block_host import Shape, Shared
 
-__all__ = ["OPAQUE", "RowMemory", "SharedValueError", "pack_value", "unpack_value"]
+__all__ = ["OPAQUE", "CopiedRows", "RowBytes", "RowMemory", "SharedValueError", "pack_value", "unpack_value"]
 
 #: Where a tensor may begin: at multiples of this.
 _ALIGNED = 64
@@ -44,7 +44,56 @@ class SharedValueError(ValueError):
     """A value does not fit into the shared memory, or what the other process sent is no value."""
 
 
-class RowMemory:
+class RowBytes:
+    """Tensors among these bytes, which another process has written.
+
+    Args:
+        data: one axis of `torch.uint8`.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._bytes, self.size = data, data.numel()
+
+    def read(self, shape: Shape) -> torch.Tensor:
+        """A copy of a tensor.
+
+        Raises:
+            SharedValueError: there is no such tensor.
+        """
+        dtype = _DTYPES.get(shape.dtype)
+        if dtype is None or any(size < 0 for size in shape.shape):
+            raise SharedValueError(f"no tensor has this dtype and shape: {shape!r}"[:200])
+        size = dtype.itemsize
+        for length in shape.shape:
+            size *= length
+        if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
+            raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
+        if not size:
+            return torch.empty(shape.shape, dtype=dtype)
+        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+
+
+class CopiedRows:
+    """Copies of tensors for a message: their bytes, one behind the other."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+        self._size = 0
+
+    def add(self, tensor: torch.Tensor) -> Shape:
+        """Add a tensor that lies on the CPU, and return where it lies among the bytes."""
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        start = self._size
+        self._size += -(-flat.numel() // _ALIGNED) * _ALIGNED
+        self._pieces += [flat, torch.empty(self._size - start - flat.numel(), dtype=torch.uint8)]
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+
+    def bytes(self) -> torch.Tensor:
+        """All bytes, as one axis of `torch.uint8`."""
+        return torch.cat(self._pieces) if self._pieces else torch.empty(0, dtype=torch.uint8)
+
+
+class RowMemory(RowBytes):
     """A piece of memory that two processes share, into which one of them writes.
 
     Bytes are used in turns. `taken` counts all bytes ever given out, and `returned` those of them that the reader no
@@ -53,8 +102,8 @@ class RowMemory:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._map = mmap.mmap(descriptor, size)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.descriptor, self.size = descriptor, size
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
+        self.descriptor = descriptor
         self.taken = self.returned = 0
         self._next = 0
 
@@ -96,24 +145,6 @@ class RowMemory:
     def put(self, data: memoryview, start: int) -> None:
         """Copy bytes to byte `start` and on."""
         self._map[start : start + len(data)] = data
-
-    def read(self, shape: Shape) -> torch.Tensor:
-        """A copy of a tensor.
-
-        Raises:
-            SharedValueError: there is no such tensor.
-        """
-        dtype = _DTYPES.get(shape.dtype)
-        if dtype is None or any(size < 0 for size in shape.shape):
-            raise SharedValueError(f"no tensor has this dtype and shape: {shape!r}"[:200])
-        size = dtype.itemsize
-        for length in shape.shape:
-            size *= length
-        if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
-            raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
-        if not size:
-            return torch.empty(shape.shape, dtype=dtype)
-        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
 
     def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
         """Whether a tensor has the very bytes that lie there, NaN included."""

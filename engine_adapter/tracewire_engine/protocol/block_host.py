@@ -20,6 +20,7 @@ from tracewire_bus.wire.messages import Failure
 from .messages import FinishRecord, StepRecord
 
 __all__ = [
+    "SOURCE",
     "Answer",
     "Arrived",
     "Began",
@@ -161,10 +162,16 @@ class Reply(msgspec.Struct, array_like=True, tag="reply"):
     replaced: Shared | None = None
 
 
+#: The attribute by which a host asks for the operations inside a module's forward (`Request`).
+SOURCE = "source"
+
+
 class Request(msgspec.Struct, array_like=True, tag="request"):
     """A block's request to the worker: call a module on a value, or read an attribute of a module.
 
     `path` is the module's, such as `model.lm_head`. `attribute` is empty for a call, whose `value` is `(args, kwargs)`.
+    With `SOURCE` the worker serves the operations inside the module from now on, and answers with their names, their
+    lines, and the text of the module's forward.
     Without a path, `attribute` is the name of the file of a large variable, whose bytes are asked for.
     """
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tracewire_bus.wire.messages import Failure
+from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     DECLARED_ARG,
@@ -40,6 +41,7 @@ from .request_book import RequestBook
 from .save_tracker import SaveTracker
 
 if TYPE_CHECKING:
+    from tracewire_engine.worker.block_host.followed_blocks import FollowedBlocks
     from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 
 __all__ = ["RequestProgress", "TracedRequests", "extra_arguments"]
@@ -112,7 +114,7 @@ class TracedRequests(RequestBook):
         self.shared_runs = SharedRuns(blocks.device, budget)
         self.results = RequestResults()
         #: With `--blocks host`: the blocks of all requests.
-        self.hosts: HostedBlocks | None = None
+        self.hosts: HostedBlocks | FollowedBlocks | None = None
         #: The prefixes of locations whose values belong to no single request.
         self.encoders: tuple[str, ...] = ()
 
@@ -173,6 +175,10 @@ class TracedRequests(RequestBook):
         assert self.hosts is not None
         name, choices, tenant = arguments.get(TRACE_ARG) or (request.engine_id, 1, "")
         given = {key: value for key, value in arguments.items() if key in _HOSTED}
+        run = self.live.runs.get(arguments.get(RUN_ARG, ""))
+        if run is not None and run.changed and LIVE_ARG in given:
+            # A host does not know of changes that came before the trace's first request.
+            given[LIVE_ARG] = pack(run.values)
         try:
             if BLOCK_ARG in given:
                 self.blocks.check_permit(given[BLOCK_ARG], given.get(PERMIT_ARG, b""))

@@ -352,6 +352,8 @@ class TracewireRunner(RunnerParts):
                     {key.request: msgspec.structs.replace(failure, field="interventions")}
                 )
                 continue
+            if self.tracewire_hosts is not None and self.tracewire_hosts.fail(key.request, failure):
+                continue
             request, mediator = book.requests.get(key.request), book.copies(key.request).get(key.name)
             if mediator is not None and (not mediator.ended or (sure and mediator.ended != "failed")):
                 mediator.halt(error)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from nnsight.intervention.source import install_source
 
 from tracewire_engine.link.described_objects import described
-from tracewire_engine.link.shared_rows import pack_value, unpack_value
-from tracewire_engine.protocol.block_host import Answer, Request, Shape, Shared
+from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
+from tracewire_engine.worker.parallel.rank_agreement import is_parallel
 
 from .pool import HostProcess
+from .rank_link import Called, RankLink
 
 if TYPE_CHECKING:
     from tracewire_engine.worker.remote_inputs import RemoteInputs
@@ -33,26 +39,93 @@ class ModelAnswers:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        #: What a host can name: it may be in a block's hands, and an attribute such as `half` changes the model.
+        self._paths = frozenset(path for path, _ in model._module.named_modules(remove_duplicate=False))
         #: Where the files of large variables lie.
         self.inputs: Path | RemoteInputs = Path()
+        #: Under tensor parallelism, on the first rank: the other ranks, which run sharded modules with this one.
+        self.others: RankLink | None = None
 
     def answer(self, host: HostProcess, request: Request) -> Answer:
         """Do what a block has asked of the model."""
         try:
             if not request.path:
                 return Answer(self._given(host, self._input(request.attribute)))
-            path = request.path.removeprefix("model").removeprefix(".")
-            envoy = self._model.get(path) if path else self._model
-            if request.attribute == "tokenizer" and not path:
+            envoy = self._envoy(request.path)
+            if request.attribute == "tokenizer" and envoy is self._model:
                 return Answer(self._given(host, self._model.tokenizer))
+            if request.attribute == SOURCE:
+                return Answer(self._given(host, self._source(envoy)))
             if request.attribute:
-                return Answer(self._given(host, getattr(envoy._module, request.attribute)))
+                found = getattr(envoy._module, request.attribute)
+                return Answer(self._given(host, found, partial(self._expect_weights, request.attribute)))
             assert request.value is not None
-            taken = unpack_value(request.value, lambda _, shape: self._taken(host, shape), self._module)
-            args, kwargs = taken
-            return Answer(self._given(host, envoy(*args, **kwargs)))
+            return Answer(self._given(host, self._called(host, request.path, request.value)))
         except Exception as error:
             return Answer(error=(type(error).__name__, str(error)[:10_000]))
+
+    def _source(self, envoy: Any) -> tuple[list[str], dict[str, int], str]:
+        """Have a module serve the operations of its forward. Returns their names, their lines, and its source."""
+        if self.others is not None:
+            raise NotImplementedError(
+                f"{envoy.path.removeprefix('model.')}.source: under tensor parallelism operations inside a module are "
+                "not served to blocks in a process of their own (--blocks host), since each rank has a part of their "
+                "values; read and replace the inputs and outputs of modules"
+            )
+        self._expect_no_cache(envoy, [envoy._module], "operations inside it are not served to")
+        compiled = install_source(envoy)
+        return list(compiled.names), dict(compiled.lines), compiled.source
+
+    @staticmethod
+    def _expect_no_cache(envoy: Any, modules: Iterable[torch.nn.Module], what: str) -> None:
+        """Refuse what would read or write the values that all requests have in the KV cache."""
+        if any("kv_cache" in vars(module) for module in modules):
+            raise NotImplementedError(
+                f"{envoy.path.removeprefix('model.')} holds the KV cache of all requests, so {what} a block in a "
+                "process of its own (--blocks host)"
+            )
+
+    def _expect_weights(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that is no weight of the model, such as a KV cache: it may have values of any request."""
+        module = self._model._module
+        kept = chain(module.parameters(), module.buffers())
+        address = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and all(one.untyped_storage().data_ptr() != address for one in kept):
+            raise TypeError(
+                f"{name} is neither a parameter nor a buffer of the model, so it cannot be given to a block in a "
+                "process of its own (--blocks host)"
+            )
+
+    def _called(self, host: HostProcess, path: str, value: Shared) -> Any:
+        rows: RowBytes = host.returned
+        envoy = self._envoy(path)
+        self._expect_no_cache(envoy, envoy._module.modules(), "it cannot be called by")
+        if self.others is not None and is_parallel(envoy._module):
+            copies = CopiedRows()
+            tensors = [copies.add(rows.read(shape)) for shape in value.tensors]
+            value, data = Shared(value.skeleton, tensors), copies.bytes()
+            self.others.tell(Called(path, value), data)
+            # What the other ranks take, whatever the host has meanwhile written to its memory.
+            rows = RowBytes(data)
+        return self.call(path, value, rows)
+
+    def call(self, path: str, value: Shared, rows: RowBytes) -> Any:
+        """Call the module at a path.
+
+        Args:
+            path: of the module, such as `model.lm_head`.
+            value: `(args, kwargs)`.
+            rows: among which the tensors of `value` lie.
+        """
+        envoy, device = self._envoy(path), self._model.device
+        args, kwargs = unpack_value(value, lambda _, shape: rows.read(shape).to(device), self._module)
+        return envoy(*args, **kwargs)
+
+    def _envoy(self, path: str) -> Any:
+        inner = path.removeprefix("model").removeprefix(".")
+        if inner not in self._paths:
+            raise LookupError(f"the model has no module {inner!r}")
+        return self._model.get(inner) if inner else self._model
 
     def _input(self, name: str) -> torch.Tensor:
         """The bytes of the file of a large variable."""
@@ -65,16 +138,15 @@ class ModelAnswers:
         """A module of the model that a block passes to another one, by its path."""
         if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
             raise ValueError("no module of the model")
-        return self._model.get(given[0].removeprefix("model."))
+        return self._envoy(given[0])
 
-    def _taken(self, host: HostProcess, shape: Shape) -> torch.Tensor:
-        device = self._model.device
-        return host.returned.read(shape).to(device)
-
-    def _given(self, host: HostProcess, value: Any) -> Shared:
+    @staticmethod
+    def _given(host: HostProcess, value: Any, check: Callable[[torch.Tensor], None] | None = None) -> Shared:
         memory = host.given
 
         def write(tensor: torch.Tensor) -> Shape:
+            if check is not None:
+                check(tensor)
             start = memory.room(tensor.nbytes)
             if start is None:
                 raise ValueError(f"it takes more than the {memory.size} bytes of memory that a block shares")

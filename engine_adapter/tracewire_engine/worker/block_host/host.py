@@ -13,6 +13,7 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.protocol.block_host import (
+    SOURCE,
     Arrived,
     Began,
     Ended,
@@ -185,11 +186,6 @@ class BlockHost:
         """The connection over which the host takes turns."""
         return self.process.calls
 
-    @property
-    def wanted(self) -> set[str]:
-        """The locations at which the model does something for its traces."""
-        return {*self.waits, *self.observed}
-
     def begin(self, spans: list[tuple[str, int, int]], rows: StepRows) -> None:
         """Begin a step with requests of its traces (see `Began`)."""
         self.rows, self._passed, self.used_s = rows, 0, 0.0
@@ -215,7 +211,9 @@ class BlockHost:
             SharedValueError: the value cannot be shared.
         """
         assert self.rows is not None
-        shared = SharedRows(value, self.rows, self.process.given, by_request=by_request, copies=copies)
+        inside = f".{SOURCE}." in location
+        given = self.process.given
+        shared = SharedRows(value, self.rows, given, by_request=by_request, rows_only=inside, copies=copies)
         self._late += shared.late
         before = passed[self._passed :].tobytes()
         self._events.append(Reached(location, shared.shared, before, by_request))

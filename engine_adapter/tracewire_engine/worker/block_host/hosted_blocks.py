@@ -11,26 +11,25 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
 
-from tracewire_bus.wire.messages import Block, Failure
-from tracewire_bus.wire.packing import unpack
-from tracewire_bus.wire.refs import ArrayRef
+from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import ChannelClosed, wait_for
+from tracewire_engine.link.shared_rows import CopiedRows, RowBytes
 from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Request, Steered
-from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG, SHARED_ARG
-from tracewire_engine.protocol.messages import EditBlock
+from tracewire_engine.protocol.keys import SHARED_ARG
 
+from .accounts import Accounts, has_files
 from .answers import ModelAnswers
 from .host import BlockHost, HostedRequest, HostedTrace
 from .late_copies import LateCopies
+from .left_values import Left, merged
 from .pool import HostPool
-from .reading import Account, ModelPaths, account_of, union
+from .rank_link import RankLink, Served, StepBegan, StepWatch, edit_of
+from .reading import ModelPaths
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
 from .tenant_hosts import TenantHosts
@@ -47,9 +46,7 @@ _IDLE_S = 120.0
 #: The share of a step's time that each host has, whatever the others take.
 _SHARE = 0.5
 
-_block = msgspec.msgpack.Decoder(Block)
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
-_edits = msgspec.msgpack.Decoder(list[EditBlock])
 _encode = msgspec.msgpack.Encoder().encode
 _changes: msgspec.msgpack.Decoder[tuple[float, dict[str, msgspec.Raw], list[str]]] = msgspec.msgpack.Decoder(
     tuple[float, dict[str, msgspec.Raw], list[str]]
@@ -67,14 +64,27 @@ class HostedBlocks:
         pool: of hosts.
         reports: passes on what hosts report.
         step_s: how long the model waits for all blocks of a step, in seconds.
+        others: under tensor parallelism, the connection to the other ranks.
     """
 
-    def __init__(self, model: Any, paths: ModelPaths, pool: HostPool, reports: ReportThread, step_s: float) -> None:
-        self._model, self._paths, self._reports = model, paths, reports
+    def __init__(
+        self,
+        model: Any,
+        paths: ModelPaths,
+        pool: HostPool,
+        reports: ReportThread,
+        step_s: float,
+        others: RankLink | None = None,
+    ) -> None:
+        self._model, self._accounts, self._reports = model, Accounts(paths), reports
         self._hosts = TenantHosts(pool, reports)
         self._step_s = step_s
         #: Answers what hosts ask for.
         self.answers = ModelAnswers(model)
+        self._others = self.answers.others = others
+        #: Where hosts want something, and what the other ranks were told of that. All ranks count what the model passes
+        #: in the latter.
+        self._watch_now, self._told = StepWatch(), StepWatch()
         self.traces: dict[str, HostedTrace] = {}
         self._of: dict[str, HostedTrace] = {}
         self._by_request: dict[str, HostedTrace] = {}
@@ -88,8 +98,6 @@ class HostedBlocks:
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._left_s = 0.0
-        #: Many traces have the same block.
-        self._account_of = lru_cache(256)(self._read)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -114,10 +122,13 @@ class HostedBlocks:
         Raises:
             OSError: no host could be started.
         """
+        if self._others is not None:
+            # First, since it must be known on all ranks, also if no host can be had.
+            self._others.requests.add(request_id)
         name, choices, tenant = trace
         self._purge()
         known = self.traces.get(name)
-        account = self._account(arguments)
+        account = self._accounts.of(arguments)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):
@@ -129,24 +140,10 @@ class HostedBlocks:
             known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
 
-    def _account(self, arguments: dict[str, Any]) -> Account:
-        """What is certain of a request's blocks."""
-        try:
-            blocks = [_edits.decode(arguments[EDITS_ARG])] if EDITS_ARG in arguments else []
-            encoded = [bytes(edit.block) for edits in blocks for edit in edits]
-            encoded += [arguments[BLOCK_ARG]] if BLOCK_ARG in arguments else []
-            return union(map(self._account_of, encoded))
-        except msgspec.DecodeError:
-            # The host finds the same, and reports it.
-            return Account()
-
-    def _read(self, encoded: bytes) -> Account:
-        account = account_of(_block.decode(encoded), self._paths)
-        # A host asks for large variables when it takes the block, and none else shall wait for that.
-        return replace(account, computes=False) if _has_files(encoded) else account
-
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
         """End a request that the scheduler has ended. Returns whether its blocks ran in a host."""
+        if self._others is not None:
+            self._others.requests.discard(request_id)
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
@@ -192,6 +189,13 @@ class HostedBlocks:
                 own = {name: changes[name]} if name in changes else {}
                 trace.host.tell(Steered(_encode((sent, own, [name] if name in over else []))))
 
+    def fail(self, request_id: str, failure: Failure) -> bool:
+        """End the host of a request for which another rank could not do its part. Returns whether it has one."""
+        trace = self._of.get(request_id)
+        if trace is not None:
+            self._fail(trace.host, failure)
+        return trace is not None
+
     def take_result(self, generated: bytes) -> bool:
         """Pass on the adapter's message about an ended request. Returns whether its blocks run in a host."""
         trace = self._by_request.get(_generated.decode(generated)[0])
@@ -220,35 +224,26 @@ class HostedBlocks:
         self._left_s = self._step_s
         self._passed = array("H")
         self._purge()
-        if not self._of:
+        told = self._others is not None and self._others.takes_part(scheduled)
+        if not self._of and not told:
             return False
-        spans: dict[BlockHost, list[tuple[str, int, int]]] = {}
-        rows: dict[BlockHost, list[tuple[int, int]]] = {}
-        places: dict[BlockHost, list[int]] = {}
-        start = 0
         present = [request_id for request_id in order if request_id in scheduled]
-        for place, request_id in enumerate(present):
-            count = scheduled[request_id]
-            trace = self._of.get(request_id)
-            if trace is not None and trace.failure is None:
-                host = trace.host
-                spans.setdefault(host, []).append((request_id, count, index_of(request_id)))
-                rows.setdefault(host, []).append((start, count))
-                places.setdefault(host, []).append(place)
-            start += count
+        spans, rows = _shares(scheduled, present, index_of, self._of)
         self._active = list(spans)
         waiting = []
         for host in self._active:
             before, new = host.present, host.new
-            host.begin(spans[host], StepRows(rows[host], places[host], start, len(present)))
+            host.begin(spans[host], rows[host])
             if host.reads is None:
                 # The last reply said nothing of requests that were not in its step.
                 if host.begins or not host.present <= before:
                     waiting.append(host)
-            elif host.kind is None and any(map(_asks, new)):
+            elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
         self._ask(waiting)
         self._watch()
+        if self._others is not None and told:
+            self._others.tell(StepBegan(self._news()))
         return bool(self._active)
 
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:
@@ -269,14 +264,19 @@ class HostedBlocks:
 
     def pass_by(self, locations: Collection[str]) -> bool:
         """Count these locations as passed, if no block wants anything there. Returns whether none does."""
-        if any(map(self.wants, locations)):
+        if not self.active:
+            return True
+        # All ranks decide it alike.
+        watched = self._watching if self._others is None else self._told
+        if any(location in watched for location in locations):
             return False
-        if self.active:
-            self._passed.extend(map(self._number, locations))
+        self._passed.extend(map(self._number, locations))
         return True
 
     def wants(self, location: str) -> bool:
-        """Whether a block in a host wants something at a location in this step."""
+        """Whether hosts are given the value at a location when the model passes it the next time."""
+        if self._others is not None:
+            return self.active and self._told.due(location)
         return location in self._watching
 
     @property
@@ -287,8 +287,9 @@ class HostedBlocks:
     def reach(self, location: str, value: Any, *, by_request: bool = False) -> Any:
         """Serve a location to the blocks that want it. Returns the value as they leave it."""
         number = self._number(location)
-        watching = self._watching.get(location)
-        if watching is None:
+        watching = self._watching.get(location, ())
+        told = self._others is not None and self._told.passes(location)
+        if not watching and not told:
             self._passed.append(number)
             return value
         waiting = []
@@ -300,10 +301,9 @@ class HostedBlocks:
             if waits and host.failure is None:
                 waiting.append(host)
         self._passed.append(number)
-        if waiting:
-            replies = self._ask(waiting)
-            value = self._edited(value, replies)
-            self._watch()
+        if waiting or told:
+            left = self._left_by(self._ask(waiting), told=told)
+            value = merged(value, left, self._misfit)
         return value
 
     def end(self) -> None:
@@ -324,12 +324,28 @@ class HostedBlocks:
         return number
 
     def _watch(self) -> None:
+        """Note where hosts want something from now on."""
         watching: dict[str, list[BlockHost]] = {}
+        watch = self._watch_now = StepWatch()
         for host in self._active:
-            if host.failure is None:
-                for location in host.wanted:
-                    watching.setdefault(location, []).append(host)
+            if host.failure is not None:
+                continue
+            # Once, since another thread may change it.
+            observed = host.observed
+            for location in {*host.waits, *observed}:
+                watching.setdefault(location, []).append(host)
+            if self._others is not None:
+                watch.observed |= observed
+                for location, after in host.waits.items():
+                    watch.waits[location] = min(after, watch.waits.get(location, after))
         self._watching = watching
+
+    def _news(self) -> StepWatch | None:
+        """Where the other ranks do something from now on; `None` if it is what they know."""
+        if self._watch_now == self._told:
+            return None
+        self._told = self._watch_now
+        return self._told
 
     def _share(
         self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
@@ -415,45 +431,55 @@ class HostedBlocks:
         host.process.kill()
         self._reports.lose(host)
 
-    def _edited(self, value: Any, replies: list[tuple[BlockHost, Reply]]) -> Any:
-        fresh: dict[int, torch.Tensor] = {}
-        for host, reply in replies:
-            shared, memory = host.shared, host.process.returned
+    def _left_by(self, replies: list[tuple[BlockHost, Reply]], *, told: bool) -> list[Left[BlockHost]]:
+        """What hosts leave at a location, in copies of which the other ranks are told if they wait for that."""
+        found = [(host, reply) for host, reply in replies if reply.edited or reply.replaced is not None]
+        if self._others is None or not told:
+            self._watch()
+            return [Left(host, host.shared, reply, host.process.returned) for host, reply in found if host.shared]
+        copies, left, edits = CopiedRows(), [], []
+        for host, reply in found:
             try:
-                if reply.edited and shared is not None:
-                    shared.write_back(reply, memory)
-            except Exception as error:  # such as rows that do not fit
-                self._fail(host, lost(str(error), len(host.traces)))
-        for host, reply in replies:
-            shared, memory = host.shared, host.process.returned
-            try:
-                if reply.replaced is not None and shared is not None and host.failure is None:
-                    value = shared.replace(value, reply, memory, fresh)
-            except Exception as error:  # such as rows that do not fit
-                self._fail(host, lost(str(error), len(host.traces)))
-        return value
+                assert host.rows is not None
+                edits.append(edit_of(host.present, host.rows, reply, host.process.returned, copies))
+                left.append((host, edits[-1].reply))
+            except Exception as error:  # it costs the host, not the engine
+                self._misfit(host, error)
+        self._watch()
+        data = copies.bytes()
+        self._others.tell(Served(edits, self._news()), data)
+        return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
+
+    def _misfit(self, host: BlockHost, error: Exception) -> None:
+        """End a host that leaves what cannot be put into the model's value, such as rows that do not fit."""
+        self._fail(host, lost(str(error), len(host.traces)))
 
 
-def _asks(arrived: Arrived) -> bool:
-    """Whether a host asks the worker for large variables when it takes this request."""
-    return BLOCK_ARG in arrived.arguments and _has_files(arrived.arguments[BLOCK_ARG])
+def _shares(
+    scheduled: dict[str, int], present: list[str], index_of: Callable[[str], int], traces: Mapping[str, HostedTrace]
+) -> tuple[dict[BlockHost, list[tuple[str, int, int]]], dict[BlockHost, StepRows]]:
+    """The requests of a step that each host has (see `Began`), and their rows.
 
-
-def _has_files(encoded: bytes) -> bool:
-    """Whether a block has a large variable, for which its host asks the worker when it takes the block."""
-    try:
-        waiting = [unpack(_block.decode(encoded).variables)]
-    except ValueError:
-        return False
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, ArrayRef):
-            return True
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
-    return False
+    Args:
+        scheduled: the number of tokens of each request.
+        present: the requests of the step, in the order of the rows.
+        index_of: gives the index of the token that a request samples in this step.
+        traces: by the scheduler's id, the trace of each request with blocks.
+    """
+    spans: dict[BlockHost, list[tuple[str, int, int]]] = {}
+    rows: dict[BlockHost, list[tuple[int, int]]] = {}
+    places: dict[BlockHost, list[int]] = {}
+    start = 0
+    for place, request_id in enumerate(present):
+        count = scheduled[request_id]
+        trace = traces.get(request_id)
+        if trace is not None and trace.failure is None:
+            host = trace.host
+            spans.setdefault(host, []).append((request_id, count, index_of(request_id)))
+            rows.setdefault(host, []).append((start, count))
+            places.setdefault(host, []).append(place)
+        start += count
+    return spans, {host: StepRows(rows[host], places[host], start, len(present)) for host in spans}
 
 
 def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from nnsight.intervention.source import NO_SKIP
+from nnsight.util import apply
 
-from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
+from tracewire_engine.link.shared_rows import RowBytes, RowMemory, SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
 
 from .late_copies import LateCopies, LateRows
 
-__all__ = ["NoRoom", "SharedRows", "StepRows"]
+__all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans"]
 
 
 class NoRoom(BufferError):
     """The host has not read enough of what was shared before."""
+
+
+class StepSpans(NamedTuple):
+    """The arguments of a `StepRows`."""
+
+    spans: list[tuple[int, int]]
+    places: list[int]
+    total: int
+    requests: int
 
 
 class StepRows:
@@ -26,6 +36,8 @@ class StepRows:
     def __init__(self, spans: Sequence[tuple[int, int]], places: Sequence[int], total: int, requests: int) -> None:
         self._tokens, self._total = _joined(spans), total
         self._requests, self._count = _joined([(place, 1) for place in places]), requests
+        #: The arguments, with which another rank makes the same.
+        self.given = StepSpans(list(spans), list(places), total, requests)
 
     def of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, list[tuple[int, int]]] | None:
         """The axis and the spans of the trace's rows; `None` if the tensor has no rows of requests."""
@@ -52,13 +64,27 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+class Withheld:
+    """Stands for a tensor that is not shared."""
+
+
 class SharedRows:
     """One value that the model has reached, as one trace's host gets it."""
 
     def __init__(
-        self, value: Any, rows: StepRows, memory: RowMemory, *, by_request: bool, copies: LateCopies | None = None
+        self,
+        value: Any,
+        rows: StepRows,
+        memory: RowMemory | None,
+        *,
+        by_request: bool,
+        rows_only: bool = False,
+        copies: LateCopies | None = None,
     ) -> None:
         """Copy the trace's rows of `value` to `memory`; with `copies`, begin to copy those of a GPU.
+
+        Without a memory nothing is copied: another rank has shared the rows, and this one takes what blocks leave. With
+        `rows_only`, tensors that have no row of each request are not shared: nobody knows what is in them.
 
         Raises:
             NoRoom: the memory is full.
@@ -70,13 +96,22 @@ class SharedRows:
         self._memory, self._copies = memory, copies
         #: Rows that are on their way to `memory`.
         self.late: list[LateRows] = []
-        self.shared: Shared = pack_value(value, self._write, self._other)
+        given = apply(value, self._with_rows, torch.Tensor) if rows_only else value
+        self.shared: Shared = pack_value(given, self._write, self._other)
+
+    def _with_rows(self, tensor: torch.Tensor) -> Any:
+        has_rows = self._rows.of(tensor, by_request=self._by_request) is not None
+        return tensor if has_rows else Withheld()
 
     def _write(self, tensor: torch.Tensor) -> Shape:
         place = self._rows.of(tensor, by_request=self._by_request)
         shape = list(tensor.shape)
         if place is not None:
             shape[place[0]] = sum(size for _, size in place[1])
+        found = str(tensor.dtype).removeprefix("torch."), tuple(shape)
+        self._tensors.append(tensor)
+        if self._memory is None:
+            return Shape(*found, 0)
         size = tensor.element_size()
         for length in shape:
             size *= length
@@ -90,8 +125,7 @@ class SharedRows:
         else:
             pieces = [tensor.narrow(place[0], first, count) for first, count in place[1]]
             self._memory.write(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=place[0]), start)
-        self._tensors.append(tensor)
-        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(shape), start)
+        return Shape(*found, start)
 
     def _other(self, value: Any) -> Any:
         if value is NO_SKIP:
@@ -101,7 +135,7 @@ class SharedRows:
 
     # --- what the blocks leave ----------------------------------------------------------------------------------------
 
-    def write_back(self, reply: Reply, memory: RowMemory) -> None:
+    def write_back(self, reply: Reply, memory: RowBytes) -> None:
         """Write the rows that blocks have changed in place into the model's value.
 
         Raises:
@@ -113,13 +147,13 @@ class SharedRows:
             tensor = self._tensors[index]
             self._put(tensor, self._taken(index, shape, memory))
 
-    def replace(self, value: Any, reply: Reply, memory: RowMemory, fresh: dict[int, torch.Tensor]) -> Any:
+    def replace(self, value: Any, reply: Reply, memory: RowBytes, fresh: dict[int, torch.Tensor]) -> Any:
         """The model's value with the rows that blocks have assigned.
 
         Args:
             value: the model's, perhaps with the rows that other traces have assigned.
             reply: the host's.
-            memory: into which the host writes.
+            memory: into which the host has written, or a copy of what it has written.
             fresh: tensors that were made for replacements at this location, by `id`. It is extended.
 
         Raises:
@@ -139,10 +173,10 @@ class SharedRows:
     def _merged(self, value: Any, given: Any, fresh: dict[int, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
             place = self._rows.of(value, by_request=self._by_request)
-            if not isinstance(given, torch.Tensor):
-                raise SharedValueError(f"a tensor is replaced by {type(given).__name__}")
             if place is None:
                 return value
+            if not isinstance(given, torch.Tensor):
+                raise SharedValueError(f"a tensor is replaced by {type(given).__name__}")
             shape = list(value.shape)
             shape[place[0]] = sum(size for _, size in place[1])
             if list(given.shape) != shape or given.dtype != value.dtype:
@@ -162,7 +196,7 @@ class SharedRows:
             return {key: self._merged(one, given[key], fresh) for key, one in value.items()}
         return value
 
-    def _taken(self, index: int, shape: Shape, memory: RowMemory) -> torch.Tensor:
+    def _taken(self, index: int, shape: Shape, memory: RowBytes) -> torch.Tensor:
         wanted = self.shared.tensors[index]
         if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
             raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")

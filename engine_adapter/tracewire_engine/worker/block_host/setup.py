@@ -7,6 +7,7 @@ import sysconfig
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
@@ -19,9 +20,12 @@ from tracewire_engine.protocol.keys import (
     CODE_IMPORTS,
     LINK_ADDRESS,
 )
+from tracewire_engine.worker.parallel.rank_agreement import BlockKey
 
+from .followed_blocks import FollowedBlocks
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
+from .rank_link import RankLink
 from .reading import ModelPaths
 from .report_thread import ReportThread
 
@@ -60,11 +64,26 @@ def _extra(module: torch.nn.Module) -> str:
         return ""
 
 
-def hosted_blocks(runner: Any) -> HostedBlocks | None:
-    """The hosts of a worker's blocks; `None` if blocks run in the worker."""
+def hosted_blocks(runner: Any) -> HostedBlocks | FollowedBlocks | None:
+    """The hosts of a worker's blocks; `None` if blocks run in the worker.
+
+    Of tensor-parallel ranks, the first has the hosts and the others follow it.
+    """
     config = runner.vllm_config.additional_config
     if config.get(BLOCKS) != "host":
         return None
+    model, ranks = runner.nnsight_model, runner.tracewire_ranks
+    others = None if ranks is None else RankLink(get_tp_group(), config.get(LINK_ADDRESS) or "")
+    if others is not None and not others.first:
+        return FollowedBlocks(
+            model, others, lambda request, failure: ranks.fail(BlockKey(request, ""), lambda: failure)
+        )
+    hosts = _hosts_of(runner, config, others)
+    hosts.answers.inputs = runner.tracewire_inputs
+    return hosts
+
+
+def _hosts_of(runner: Any, config: dict[str, Any], others: RankLink | None) -> HostedBlocks:
     model = runner.nnsight_model
     interleaver = model.interleaver
     settings = HostSettings(
@@ -90,6 +109,4 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    hosts = HostedBlocks(model, paths, pool, reports, step_s)
-    hosts.answers.inputs = runner.tracewire_inputs
-    return hosts
+    return HostedBlocks(model, paths, pool, reports, step_s, others)

@@ -17,6 +17,7 @@ from .cuda_graphs import current_capture
 from .plan import DeclaredRequests, LocationHook
 
 if TYPE_CHECKING:
+    from tracewire_engine.worker.block_host.followed_blocks import FollowedBlocks
     from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 
 __all__ = ["BY_REQUEST", "DeclaredInterleaver"]
@@ -42,7 +43,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     topology: Topology | None = None
     elsewhere: frozenset[str] = frozenset()
     #: With `--blocks host`: the blocks of all requests, none of which runs in this process.
-    hosts: HostedBlocks | None = None
+    hosts: HostedBlocks | FollowedBlocks | None = None
 
     @classmethod
     def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
@@ -111,13 +112,16 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 
-    def _reach(self, hosts: HostedBlocks, provider: str, value: Any) -> Any:
+    def _reach(self, hosts: HostedBlocks | FollowedBlocks, provider: str, value: Any) -> Any:
         """Serve a location to declared interventions, then to blocks that run in hosts."""
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
         if self.taps and provider not in self.taps and provider.rpartition(".")[2] in ("input", "output", "skip"):
             return value
+        if self.is_sharded(provider) and hosts.wants(provider):
+            whole, undo = self.fragments.whole(provider, value)
+            return undo(hosts.reach(provider, whole))
         return hosts.reach(provider, value, by_request=provider in BY_REQUEST)
 
     @property

@@ -21,13 +21,10 @@ path without failing, the ranks never agree; they wait for each other for a limi
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
 
 import msgspec
 import torch
@@ -36,15 +33,13 @@ from greenlet import getcurrent
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.envoys import ParallelEnvoy
 from vllm.distributed.parallel_state import GroupCoordinator
-from zmq.utils import z85
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.addresses import bind, endpoint, is_remote
 from tracewire_engine.worker.blocks import time_limit as watchdog
 
-from .plain_messages import gathered
+from .rank_sockets import RankSockets
 
-__all__ = ["DECLARED", "BlockKey", "Ranks", "RanksDiffer"]
+__all__ = ["DECLARED", "BlockKey", "Ranks", "RanksDiffer", "is_parallel"]
 
 #: The name of a request's declared interventions, among those of its blocks: its own (empty), and standing ones.
 DECLARED = "\0interventions"
@@ -117,38 +112,8 @@ class Ranks:
         #: Blocks that failed or ended differently on other ranks and that `differing` has not returned yet.
         self._unread: list[tuple[BlockKey, bool]] = []
         self._inbox: list[deque[Any]] = [deque() for _ in range(self.count)]
-        context: zmq.Context[Any] = zmq.Context.instance()
-        self._pull: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        keys: dict[str, bytes] = {}
-        if is_remote(address):
-            from vllm.utils.network_utils import get_ip
-
-            given = parse_qs(address.partition("?")[2])
-            keys = {name: z85.encode(bytes.fromhex(given[name][0])) for name in ("public", "secret")}
-            self._pull.curve_server = True
-            self._pull.curve_publickey, self._pull.curve_secretkey = keys["public"], keys["secret"]
-            at = f"tcp://[{get_ip()}]:*" if ":" in get_ip() else f"tcp://{get_ip()}:*"
-        elif address:
-            at = endpoint(address, f"rank{group.rank}")
-        else:
-            at = f"ipc://{Path(tempfile.mkdtemp()) / 'rank'}"
-        for option in (zmq.RCVHWM, zmq.LINGER):
-            self._pull.setsockopt(option, 0)
-        addresses = gathered(bind(self._pull, at), group)
-        self._push: list[zmq.Socket[bytes]] = []
-        for rank, other in enumerate(addresses):
-            if rank == self.index:
-                continue
-            socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-            for option in (zmq.SNDHWM, zmq.LINGER):
-                socket.setsockopt(option, 0)
-            if keys:
-                socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
-                    keys[name] for name in ("public", "public", "secret")
-                )
-                socket.setsockopt(zmq.IPV6, int(other.startswith("tcp://[")))
-            socket.connect(other)
-            self._push.append(socket)
+        sockets = RankSockets(group, address, "rank")
+        self._pull, self._push = sockets.pull, sockets.push
         self._to_first = self._push[0] if self.index else None
         self._calling = False
 
@@ -285,7 +250,7 @@ class Ranks:
         mediator = getattr(getcurrent(), "mediator", None)
         mediator = None if mediator is None else mediator()
         key = getattr(mediator, "key", None)
-        if self._calling or key is None or not _is_parallel(envoy._module):
+        if self._calling or key is None or not is_parallel(envoy._module):
             return forward()
         with watchdog.shielded(waiting=True):
             agreed = self.agree(f"{envoy.path}()", [key])
@@ -346,7 +311,7 @@ def _called(call: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     return wrapped
 
 
-def _is_parallel(module: torch.nn.Module) -> bool:
+def is_parallel(module: torch.nn.Module) -> bool:
     """Whether running a module takes a collective operation of all ranks."""
     known = module.__dict__.get("_tracewire_parallel")
     if known is None:

@@ -11,8 +11,11 @@ from nnsight.intervention.envoy import Envoy
 
 from tests.support.hosted_model import Model
 from tracewire_engine.link.shared_rows import RowMemory, unpack_value
-from tracewire_engine.protocol.block_host import Answer, Request
+from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shared
 from tracewire_engine.worker.block_host.answers import ModelAnswers
+
+#: The arguments of a call without any.
+NOTHING = Shared([1, [1], [3]])
 
 
 class Process:
@@ -45,12 +48,41 @@ def test_attributes_and_large_variables_are_given(tmp_path: Path) -> None:
         (Request("", "../secret"), "ValueError"),
         (Request("", "input-ab"), "FileNotFoundError"),
         (Request("model.model.norm"), "AssertionError"),
+        # What is no module of the model, or has what other requests have put there.
+        (Request("model.model.norm.half", value=NOTHING), "LookupError"),
+        (Request("model.__init__.__globals__.clear", value=NOTHING), "LookupError"),
+        (Request("model.model.norm", value=Shared([1, [1, [4, ["model.model.norm.half"]]], [3]])), "LookupError"),
+        (Request("model.model.layers.0", "kept"), "TypeError"),
+        (Request("model.model.layers.0", value=NOTHING), "NotImplementedError"),
+        (Request("model.model", value=NOTHING), "NotImplementedError"),
+        (Request("model.model.layers.0", SOURCE), "NotImplementedError"),
     ],
 )
 def test_what_cannot_be_given_is_an_error(request_: Request, error: str, tmp_path: Path) -> None:
     host: Any = Process()
-    answers = ModelAnswers(Envoy(Model(1)))
+    module: Any = Model(1)
+    # As vLLM's attention has it.
+    module.model.layers[0].kv_cache = module.model.layers[0].kept = [torch.zeros(2, 3)]
+    answers = ModelAnswers(Envoy(module))
     answers.inputs = tmp_path
     found = answers.answer(host, request_)
     assert found.error is not None
     assert found.error[0] == error
+
+
+def test_the_operations_inside_a_module_are_named() -> None:
+    host: Any = Process()
+    answers = ModelAnswers(Envoy(Model(1)))
+    names, lines, text = value_of(answers.answer(host, Request("model.model.norm", SOURCE)), host)
+    assert names == ["torch_tanh_0"]
+    assert lines == {"torch_tanh_0": 2}
+    assert "return torch.tanh(x @ self.weight)" in text
+
+
+def test_operations_are_not_served_under_tensor_parallelism() -> None:
+    host: Any = Process()
+    answers = ModelAnswers(Envoy(Model(1)))
+    answers.others = object()  # type: ignore[assignment]
+    error = answers.answer(host, Request("model.model.norm", SOURCE)).error
+    assert error is not None
+    assert "under tensor parallelism" in error[1]

@@ -35,7 +35,7 @@ def add(one: BlockHost, name: str, reads: set[str] | None) -> HostedTrace:
 def test_the_model_waits_at_the_visit_that_a_block_asks_for() -> None:
     one = host()
     one.take(Reply(waits=[Wait("a", 0), Wait("b", 2)], observed=["c"]))
-    assert one.wanted == {"a", "b", "c"}
+    assert {*one.waits, *one.observed} == {"a", "b", "c"}
     assert [one.passes("b") for _ in range(3)] == [False, False, True]
     assert one.passes("a")
     assert not one.passes("c")
@@ -45,12 +45,12 @@ def test_rows_are_sent_of_what_the_live_traces_read() -> None:
     one = host(reads=True)
     first = add(one, "first", {"a"})
     add(one, "second", {"a", "b"})
-    assert one.reads == one.wanted == {"a", "b"}
+    assert one.reads == one.observed == {"a", "b"}
     one.drop(first)
-    assert one.wanted == {"a", "b"}
+    assert {*one.waits, *one.observed} == {"a", "b"}
     third = add(one, "third", {"c"})
     one.drop(third)
-    assert one.wanted == {"a", "b"}
+    assert {*one.waits, *one.observed} == {"a", "b"}
     assert list(one.traces) == ["second"]
     assert list(one.records) == [("second", 0)]
 

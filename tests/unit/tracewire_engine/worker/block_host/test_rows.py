@@ -90,3 +90,27 @@ def test_a_full_memory() -> None:
     memory = RowMemory.create(1 << 12)
     with pytest.raises(NoRoom):
         SharedRows(torch.zeros(5, 1 << 12), ROWS, memory, by_request=False)
+
+
+def test_of_operations_only_rows_are_shared() -> None:
+    tokens, other = torch.arange(10.0).view(5, 2), torch.ones(7)
+    memory = RowMemory.create(1 << 16)
+    value = (tokens, other, {"scale": other})
+    shared = SharedRows(value, ROWS, memory, by_request=False, rows_only=True)
+    found = unpack_value(shared.shared, lambda _, shape: memory.read(shape), lambda given: given)
+    assert found[0].tolist() == tokens[[0, 3, 4]].tolist()
+    assert found[1:] == ([0, "Withheld"], {"scale": [1, "Withheld"]})
+    shape, sent_memory = sent(torch.zeros(3, 2))
+    reply = Reply(replaced=Shared([1, [0, 0], [4, [0]], [3, ["scale", [4, [1]]]]], [shape]))
+    left = shared.replace(value, reply, sent_memory, {})
+    assert left[0].sum() == tokens[[1, 2]].sum()
+    assert left[1] is other
+    assert left[2]["scale"] is other
+
+
+def test_without_a_memory_rows_are_put_in_and_none_are_shared() -> None:
+    tokens = torch.zeros(5, 2)
+    shared = SharedRows((tokens,), ROWS, None, by_request=False)
+    shape, memory = sent(torch.ones(3, 2))
+    shared.write_back(Reply(edited=[(0, shape)]), memory)
+    assert tokens[:, 0].tolist() == [1, 0, 0, 1, 1]

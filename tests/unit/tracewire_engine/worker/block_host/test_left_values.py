@@ -1,0 +1,44 @@
+"""What several hosts leave at one location: changes in place first, then replacements; an error costs its host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tracewire_engine.link.shared_rows import CopiedRows, RowBytes
+from tracewire_engine.protocol.block_host import Reply, Shared
+from tracewire_engine.worker.block_host.left_values import Left, merged
+from tracewire_engine.worker.block_host.rows import SharedRows, StepRows
+
+
+def left(owner: str, value: torch.Tensor, row: int, **reply: Any) -> Left[str]:
+    """What a host with one request leaves in place (`edited`) or instead (`replaced`)."""
+    copies = CopiedRows()
+    shapes = {name: copies.add(rows) for name, rows in reply.items()}
+    found = Reply()
+    if "edited" in shapes:
+        found.edited = [(0, shapes["edited"])]
+    if "replaced" in shapes:
+        found.replaced = Shared([0, 0], [shapes["replaced"]])
+    rows = StepRows([(row, 1)], [row], 4, 4)
+    return Left(owner, SharedRows(value, rows, None, by_request=False), found, RowBytes(copies.bytes()))
+
+
+def test_all_rows_are_put_in() -> None:
+    value = torch.zeros(4, 2)
+    failed: list[str] = []
+    found = merged(
+        value,
+        [
+            left("replaces", value, 0, replaced=torch.full((1, 2), 2.0)),
+            left("edits", value, 1, edited=torch.ones(1, 2)),
+            left("too wide", value, 2, replaced=torch.ones(1, 3)),
+            left("of no use", value, 3, edited=torch.ones(2, 2), replaced=torch.ones(1, 2)),
+        ],
+        lambda owner, _: failed.append(owner),
+    )
+    assert failed == ["of no use", "too wide"]
+    assert found[:, 0].tolist() == [2, 1, 0, 0]
+    # The model's own tensor has what was changed in place alone.
+    assert value[:, 0].tolist() == [0, 1, 0, 0]
