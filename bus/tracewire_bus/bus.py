@@ -443,9 +443,10 @@ class Bus:
     def read(self, trace: str, since: str = "start") -> Subscription:
         """Subscribe to a trace's entries: those after `since`, then new ones, up to the final one.
 
-        `since` is `"start"`, `"now"` (the stream's end when the subscription starts: see `Subscription.start`), or the
-        id of an entry. The subscription waits for a trace that does not exist yet. If the trace has expired or was
-        dropped, it raises `StreamGone`. In place of trimmed entries it yields a `Gap` with the state after them.
+        `since` is `"start"`, `"now"` (the stream's end when the subscription starts: see `Subscription.start`),
+        `"recent"` (the last 32 entries at that time), or the id of an entry. The subscription waits for a trace that
+        does not exist yet. If the trace has expired or was dropped, it raises `StreamGone`. In place of trimmed entries
+        it yields a `Gap` with the state after them.
 
         Raises:
             ValueError: `since` is none of these.

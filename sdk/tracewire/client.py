@@ -317,8 +317,9 @@ class Client(ControlMethods, RecorderMethods, Experiments):
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
         """A trace's events: first those from `since` on that exist already, then new ones, up to and with the final.
 
-        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`). With an id, the first event
-        read is the one after it; the trace need not have reached that id. `names` limits the saves in the events to
+        `since` is `"start"`, `"now"`, `"recent"`, or the id of an event of this trace (`output.id`). `"recent"` begins
+        with the last 32 events that exist, for views that show how a trace goes on. With an id, the first event read is
+        the one after it; the trace need not have reached that id. `names` limits the saves in the events to
         these names; it leaves out no event.
 
         Raises:

@@ -754,12 +754,12 @@ class InvalidRules(InvalidRequestError):
 
 
 class UnknownPosition(InvalidRequestError):
-    """A place in a trace is neither `"start"` nor `"now"` nor the id of an event. `since` is the given value."""
+    """A place in a trace is none of `"start"`, `"now"`, `"recent"` and ids of events. `since` is the given value."""
 
     def __init__(self, since: str) -> None:
         self.since = since
         shown = since if len(since) <= 60 else since[:57] + "..."
-        super().__init__(f"since: expected 'start', 'now' or an event's id '<attempt>-<seq>', not {shown!r}")
+        super().__init__(f"since: expected 'start', 'now', 'recent' or an event's id '<attempt>-<seq>', not {shown!r}")
 
 
 class SaveMissing(NotFoundError, KeyError):

@@ -24,6 +24,7 @@ __all__ = [
     "PAGE",
     "PAGES",
     "PAGE_MOST",
+    "RECENT",
     "AttachableReader",
     "Entry",
     "EventsLost",
@@ -50,6 +51,8 @@ PAGE: Final = 32
 PAGE_MOST: Final = 256
 #: About how many entries the reader asks for in one read of all streams.
 PAGES: Final = 1024
+#: With how many of a stream's last entries a subscription since `"recent"` begins.
+RECENT: Final = 32
 #: How long a known trace must be missing before a subscription raises `StreamGone`, in seconds. After a restart, Redis
 #: may lack a trace until its engine or its client has written it again.
 GONE_S: float = 10.0
@@ -194,18 +197,20 @@ class Subscription:
         self._resync = resync
         #: The key of the trace's record, and whether the trace is known to exist or to have existed.
         self.record = record
-        self.known = since not in ("start", "now", "0-0")
+        self.known = since not in ("start", "now", "recent", "0-0")
         self._new = False
         self._gone_since: float | None = None
         self._connections = connections
-        self._last: Id | None = (0, 0) if since == "start" else None if since == "now" else parse_id(since)
+        #: How many of the stream's last entries to begin with, until the subscription has found them.
+        self._back = {"now": 0, "recent": RECENT}.get(since)
+        self._last: Id | None = (0, 0) if since == "start" else parse_id(since) if self._back is None else None
         #: The number of the last entry that was yielded, or where the subscription began.
         self._reached = self._last
         self.key = key
         self._buffer: deque[tuple[Id, Entry]] = deque()
         self._bytes = 0
         self._page = PAGE
-        self._yielded = "" if since in ("start", "now") else since
+        self._yielded = "" if since in ("start", "now", "recent") else since
         self._arrived = Signal()
         self._missing = Backoff(0.05, 0.5)
         self._guard = anyio.ResourceGuard("reading from")
@@ -214,15 +219,15 @@ class Subscription:
         self._closed = False
 
     async def start(self) -> None:
-        """Find the stream's present end, if `since` is `"now"`. Idempotent.
+        """Find the stream's present end, if `since` is `"now"` or `"recent"`. Idempotent.
 
-        Without this call, such a subscription begins at the stream's end when the first entry is asked for.
+        Without this call, such a subscription finds the stream's end when the first entry is asked for.
 
         Raises:
             BusUnavailable: Redis does not answer.
         """
         if self._last is None:
-            last = await tail_id(self._connections, self.key)
+            last = await tail_id(self._connections, self.key, self._back or 0)
             if self._last is None:
                 self._last = self._reached = parse_id(last)
 
@@ -429,7 +434,7 @@ class Subscription:
         return len(self._buffer) >= _BUFFER_ENTRIES or self._bytes >= _BUFFER_BYTES
 
 
-async def tail_id(connections: Connections, key: str) -> str:
-    """Id of a stream's last entry, `"0-0"` if it has none."""
-    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", 1, unbatched=True)
-    return reply[0][0].decode() if reply else "0-0"
+async def tail_id(connections: Connections, key: str, back: int = 0) -> str:
+    """Id of a stream's last entry, or of the one that `back` entries come after; `"0-0"` if it has none."""
+    reply = await connections.command("XREVRANGE", key, "+", "-", "COUNT", back + 1, unbatched=True)
+    return reply[back][0].decode() if len(reply) > back else "0-0"

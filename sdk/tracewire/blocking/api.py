@@ -313,7 +313,7 @@ class Subscription(Bridge[AsyncSubscription]):
 
     A `Gap` stands in place of trimmed events, with the state after them. An iterator, and a context
     manager for callers that leave before the end. Reading begins with `start()`, with entering, or with the first item;
-    `since="now"` means that moment.
+    `since="now"` and `since="recent"` mean that moment.
     """
 
     def __iter__(self) -> Self:
@@ -1379,8 +1379,9 @@ class Client(BlockingClient):
     def subscribe(self, trace_id: str, *, since: str = "start", names: Iterable[str] | None = None) -> Subscription:
         """A trace's events: first those from `since` on that exist already, then new ones, up to and with the final.
 
-        `since` is `"start"`, `"now"`, or the id of an event of this trace (`output.id`). With an id, the first event
-        read is the one after it; the trace need not have reached that id. `names` limits the saves in the events to
+        `since` is `"start"`, `"now"`, `"recent"`, or the id of an event of this trace (`output.id`). `"recent"` begins
+        with the last 32 events that exist, for views that show how a trace goes on. With an id, the first event read is
+        the one after it; the trace need not have reached that id. `names` limits the saves in the events to
         these names; it leaves out no event.
 
         Raises:

@@ -37,7 +37,8 @@ def add_watch(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None
     watch.add_argument("--names", nargs="+", metavar="NAME", help="with TRACE: show only these saved names")
     watch.add_argument(
         "--since",
-        help="'start' (default with TRACE), 'now' (default without), an event's id, or an earlier watch's position",
+        help="'start' (default with TRACE), 'now' (default without), 'recent' (with TRACE: its last 32 events, and new "
+        "ones), an event's id, or an earlier watch's position",
     )
 
 

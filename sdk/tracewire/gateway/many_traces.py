@@ -3,7 +3,7 @@
 A client sends orders, each with an `id` of its own choice for the stream that it opens:
 
 - `{"do": "follow", "id": 1, "trace": "mine", "since": "start"}` opens the events of a trace, as
-  `GET /traces/{id}/events` has them, with `names`, `content` and `arrays`.
+  `GET /traces/{id}/events` has them, with `names`, `content` and `arrays`. `since` may be `recent` here, too.
 - `{"do": "watch", "id": 2, "since": "now"}` opens the lifecycle events of all traces, as `GET /events` has them.
 - `{"do": "stop", "id": 1}` closes a stream. No message with this id comes after the answer.
 

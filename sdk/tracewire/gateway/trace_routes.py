@@ -56,7 +56,7 @@ Names = Annotated[list[str] | None, Query(description="the saves to follow; with
 ModelName = Annotated[str | None, Query(min_length=1, description="a model's name")]
 IfMatch = Annotated[str | None, Header(description="the version of the live parameters that must hold")]
 LastEventId = Annotated[str | None, Header(description="the position to go on from")]
-Since = Annotated[str, Query(description="`start`, `now`, or an event's id")]
+Since = Annotated[str, Query(description="`start`, `now`, `recent` (the last 32 events), or an event's id")]
 
 
 def _json(value: Any, status: int = 200, **headers: str) -> Response:
@@ -259,11 +259,14 @@ def resume_point(last_event_id: str | None, since: str) -> str:
     """
     point = since if last_event_id is None else last_event_id
     parts = point.split("-")
-    if point in ("start", "now") or (_POSITION.fullmatch(point) and all(int(part) < 2**64 for part in parts)):
+    if point in ("start", "now", "recent") or (_POSITION.fullmatch(point) and all(int(part) < 2**64 for part in parts)):
         return point
     field = "since" if last_event_id is None else "Last-Event-ID"
     raise Problem(
-        422, f"expected 'start', 'now' or an event's id, got {point[:60]!r}", code="unknown_position", field=field
+        422,
+        f"expected 'start', 'now', 'recent' or an event's id, got {point[:60]!r}",
+        code="unknown_position",
+        field=field,
     )
 
 

@@ -61,7 +61,7 @@ class EventReader:
         self.assume_exists()
         with bus_errors():
             await self._entries.start()
-        if self.position == "now":
+        if self.position in ("now", "recent"):
             attempt, seq = self._entries.last
             self.position = f"{attempt}-{seq}"
 

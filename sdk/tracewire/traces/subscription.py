@@ -36,7 +36,7 @@ class Subscription(EventStream[Event]):
 
     A `Gap` stands in place of trimmed events, with the state after them. An async iterator, and an async context
     manager for callers that leave before the end. Reading begins with `start()`, with entering, or with the first item;
-    `since="now"` means that moment.
+    `since="now"` and `since="recent"` mean that moment.
     """
 
     def __init__(self, session: Session, trace_id: str, reader: EventReader, names: Iterable[str] | None) -> None:

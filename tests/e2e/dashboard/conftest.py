@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -127,19 +127,23 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Page]]:
-    """Opens a page: `async with opened(url, color_scheme="dark") as page:`.
+    """Opens a page: `async with opened(url, color_scheme="dark") as page:`. `prepare` has the page before it loads.
 
     At the end, the page must have raised no error, and have broken no rule of its policy.
     """
 
     @asynccontextmanager
-    async def page_of(url: str, **options: Any) -> AsyncIterator[Page]:
+    async def page_of(
+        url: str, prepare: Callable[[Page], Awaitable[None]] | None = None, **options: Any
+    ) -> AsyncIterator[Page]:
         context = await browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         page = await context.new_page()
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: "Policy" in said.text and wrong.append(said.text))
         page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
+        if prepare is not None:
+            await prepare(page)
         await page.goto(url)
         yield page
         assert wrong == []

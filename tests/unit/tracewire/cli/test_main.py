@@ -25,7 +25,7 @@ from tracewire.cli.installed import COMMANDS
     [
         (["models", "--url", "unix:///nowhere/redis.sock"], 1, "tracewire: cannot connect"),
         (["watch", "nowhere"], 1, "tracewire: no trace 'nowhere'"),
-        (["watch", "nowhere", "--since", "later"], 2, "tracewire: since: expected 'start', 'now'"),
+        (["watch", "nowhere", "--since", "later"], 2, "tracewire: since: expected 'start', 'now', 'recent'"),
         (["watch", "--names", "scores"], 2, "tracewire: --names shows saved names of one trace"),
     ],
 )

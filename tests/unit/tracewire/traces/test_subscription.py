@@ -81,6 +81,8 @@ async def test_a_subscription_goes_on_after_any_event(client: Client, engine: Ca
         state = await client.get_state(trace.id)
         assert await collected(client.subscribe(trace.id, since=state.position)) == []
         assert await collected(client.subscribe(trace.id, since="now")) == []
+        recent = client.subscribe(trace.id, since="recent")
+        assert [event.seq for event in await collected(recent)] == [event.seq for event in events]
 
 
 async def test_names_limit_what_is_saved_and_nothing_else(client: Client, engine: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.streams import anext_is_waited_for, assert_whole, rest, until_blocked, write
 from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, Entry
+from tracewire_bus.events.subscription import RECENT
 from tracewire_bus.wire.codec import schema_text
 
 
@@ -35,6 +36,26 @@ async def test_now_is_when_the_subscription_starts(bus: Bus) -> None:
             entry = await anext(subscription)
             assert (entry.id, entry.data, entry.schema) == ("1-1", b"after", schema_text())
             assert subscription.position == "1-1"
+
+
+async def test_recent_is_what_came_last_and_what_comes(bus: Bus) -> None:
+    async with bus.writer() as writer:
+        for seq in range(RECENT - 2):
+            await writer.append("t", 1, seq, f"t {seq}".encode())
+        async with bus.read("t", since="recent") as few:
+            assert (await anext(few)).id == "1-0"
+        for seq in range(RECENT - 2, RECENT + 8):
+            await writer.append("t", 1, seq, f"t {seq}".encode())
+        async with bus.read("t", since="recent") as subscription:
+            assert subscription.position == ""
+            assert (await anext(subscription)).id == "1-8"
+            await writer.append("t", 1, RECENT + 8, f"t {RECENT + 8}".encode(), final=True)
+            assert_whole(await rest(subscription), "t", RECENT + 8, first=9)
+    # The final is one of the last entries.
+    assert_whole(await rest(bus.read("t", since="recent")), "t", RECENT + 8, first=9)
+    async with bus.writer() as writer, bus.read("later", since="recent") as later:
+        await writer.append("later", 1, 0, b"", final=True)
+        assert [entry.id for entry in await rest(later)] == [FINAL_ID]
 
 
 async def test_a_trace_that_does_not_exist_yet_is_waited_for(bus: Bus) -> None:

@@ -7,13 +7,17 @@ const LONGEST_WAIT_MS = 4000;
 /** How long a stream waits that the gateway could not open just now. */
 const AGAIN_MS = 1000;
 
-/** A stream of events. `onevent` gets each event once, in order; `onover` gets null, or the problem that ended it. */
+/**
+ * A stream of events. `onevent` gets each event once, in order; `onover` gets null, or the problem that ended it. `onopen`
+ * is called each time the gateway has opened the stream: no event from then on is missed.
+ */
 class Stream {
-  constructor(connection, order, onevent, onover) {
+  constructor(connection, order, onevent, onover, onopen) {
     this.connection = connection;
     this.order = order;
     this.onevent = onevent;
     this.onover = onover;
+    this.onopen = onopen;
     this.position = order.since;
     this.id = null;
     this.timer = null;
@@ -91,12 +95,12 @@ export class Connection {
   }
 
   /** Follow the lifecycle events of all traces. */
-  watch(onevent, onover) {
-    return this.add({ do: "watch", since: "now" }, onevent, onover);
+  watch(onevent, onover, onopen) {
+    return this.add({ do: "watch", since: "now" }, onevent, onover, onopen);
   }
 
-  add(order, onevent, onover) {
-    const stream = new Stream(this, order, onevent, onover);
+  add(order, onevent, onover, onopen = () => {}) {
+    const stream = new Stream(this, order, onevent, onover, onopen);
     this.streams.add(stream);
     this.begin(stream);
     return stream;
@@ -123,7 +127,9 @@ export class Connection {
   take(message) {
     const stream = this.byId.get(message.id);
     if (!stream) return;
-    if (message.event) {
+    if (message.open) {
+      stream.onopen();
+    } else if (message.event) {
       stream.position = message.position;
       stream.onevent(message.event);
     } else if (message.over) {

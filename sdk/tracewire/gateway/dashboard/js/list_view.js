@@ -13,6 +13,17 @@ const TAIL = 160;
 const BY_EVENT = { queued: "queued", accepted: "running", restarted: "running", paused: "paused", resumed: "running" };
 const RUNNING = new Set(["queued", "running", "paused"]);
 
+/** What a lifecycle event makes of a trace. */
+function changed(trace, event) {
+  if (event.type === "final") {
+    Object.assign(trace, { state: event.status, ended_at: event.time, error: event.error });
+    if (event.tokens ?? event.usage) trace.tokens = event.tokens ?? event.usage.completion_tokens;
+  } else {
+    trace.state = BY_EVENT[event.type] ?? trace.state;
+    trace.engine = event.engine || trace.engine;
+  }
+}
+
 /** One trace in the list. */
 class Row {
   constructor(trace, view) {
@@ -44,20 +55,24 @@ class Row {
     inFrame(this.draw);
   }
 
-  /** Follow the text while the row is in view and the trace runs. */
+  /** Follow the end of the text while the row is in view. What runs no more is followed to its final, and not again. */
   follow() {
-    const wanted = this.inView && RUNNING.has(this.trace.state);
-    if (wanted && !this.stream) {
-      const fields = { content: "text", since: this.position ?? "now" };
-      this.stream = this.view.connection.follow(this.trace.id, fields, (event) => this.take(event), () => (this.stream = null));
-    } else if (!wanted && this.stream) {
-      this.stream.stop();
+    if (!this.inView) {
+      this.stream?.stop();
       this.stream = null;
+    } else if (!this.stream && RUNNING.has(this.trace.state)) {
+      // Text that was missed meanwhile would be missing in the middle.
+      this.anew = true;
+      const fields = { content: "text", since: "recent" };
+      this.stream = this.view.connection.follow(this.trace.id, fields, (event) => this.take(event), () => (this.stream = null));
     }
   }
 
   take(event) {
+    if (event.type === "restarted") this.anew = true;
     if (event.type !== "output" || event.invoke || event.choice) return;
+    if (this.anew) this.tail = "";
+    this.anew = false;
     this.tail = (this.tail + event.text).slice(-TAIL);
     this.tokens = event.index + event.token_ids.length;
     inFrame(this.draw);
@@ -65,14 +80,7 @@ class Row {
 
   /** Take a lifecycle event in. */
   change(event) {
-    const { trace } = this;
-    if (event.type === "final") {
-      Object.assign(trace, { state: event.status, ended_at: event.time, error: event.error });
-      if (event.tokens ?? event.usage) trace.tokens = event.tokens ?? event.usage.completion_tokens;
-    } else {
-      trace.state = BY_EVENT[event.type] ?? trace.state;
-      trace.engine = event.engine || trace.engine;
-    }
+    changed(this.trace, event);
     this.follow();
     inFrame(this.draw);
   }
@@ -146,15 +154,19 @@ export class ListView {
     );
     /** Lifecycle events that the next frame draws. */
     this.events = [];
+    /** For each list that is asked for, the events since then. */
+    this.asked = new Set();
     this.draw = () => this.drawEvents();
+    this.load();
     this.watch = connection.watch(
       (event) => {
+        for (const events of this.asked) events.push(event);
         this.events.push(event);
         inFrame(this.draw);
       },
       (problem) => problem && this.fail(problem),
+      () => this.refresh(),
     );
-    this.load();
   }
 
   fail(problem) {
@@ -177,7 +189,7 @@ export class ListView {
     const load = this.loads;
     let found;
     try {
-      found = await api.traces(filters);
+      found = await this.ask(filters);
     } catch (problem) {
       this.fail(problem);
       return;
@@ -190,16 +202,36 @@ export class ListView {
     this.tellEmpty();
   }
 
-  /** Read the first page again: the connection was away. */
+  /** A page of the list, with what has happened to its traces while it was on its way. */
+  async ask(filters) {
+    const events = [];
+    this.asked.add(events);
+    try {
+      const found = await api.traces(filters);
+      const byId = new Map(found.data.map((trace) => [trace.id, trace]));
+      for (const event of events) if (byId.has(event.trace_id)) changed(byId.get(event.trace_id), event);
+      return found;
+    } finally {
+      this.asked.delete(events);
+    }
+  }
+
+  /** Read the first page again: the watch has opened, and does not have what happened before. */
   async refresh() {
-    const found = await api.traces({ limit: PAGE }).catch(() => ({ data: [] }));
+    const load = this.loads;
+    const filters = this.state.value ? { limit: PAGE, state: this.state.value } : { limit: PAGE };
+    const found = await this.ask(filters).catch(() => ({ data: [] }));
+    if (load !== this.loads) return;
+    let above = null;
     for (const trace of found.data) {
-      const row = this.rows.get(trace.id);
-      if (!row) continue;
+      const row = this.rows.get(trace.id) ?? this.row(trace);
       row.trace = trace;
       row.follow();
       inFrame(row.draw);
+      if (!row.element.isConnected) above ? above.after(row.element) : this.body.prepend(row.element);
+      above = row.element;
     }
+    this.tellEmpty();
   }
 
   row(trace) {

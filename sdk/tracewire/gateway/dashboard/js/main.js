@@ -13,12 +13,9 @@ announcer.element = document.getElementById("announce");
 const indicator = document.getElementById("connection");
 const WORDS = { connecting: "Connecting", open: "Live", reconnecting: "Reconnecting" };
 
-let wasOpen = false;
 const connection = new Connection((state) => {
   indicator.dataset.state = state;
   setText(indicator, WORDS[state]);
-  if (state === "open" && wasOpen) view?.refresh?.();
-  wasOpen ||= state === "open";
   if (state === "reconnecting") checkKey();
 });
 
