@@ -37,7 +37,7 @@ from tracewire_engine.protocol.cluster import Cluster
 
 from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, open_bus, spans_of
 from .chat_options import add_chat_options, chat_options, server_options
-from .code_options import check_code, limited_imports
+from .code_options import check_code, default_blocks, limited_imports
 from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
@@ -133,6 +133,10 @@ def _adapter(
         options.chats = chat_options(options)
         options.listener = _listener(options, secrets)
         check_code(options)
+        options.blocks_reason = "as the operator has set it"
+        if options.blocks is None:
+            stages = vllm_arguments.pipeline_parallel_size
+            options.blocks, options.blocks_reason = default_blocks(options, stages=stages)
         with with_secrets(secrets):
             # An archive's credentials, and the headers of a collector of spans.
             check_bulk(options)
@@ -372,7 +376,7 @@ async def _run(
             return _refuse(stranger)
         settings = adapter_settings(options, 0, options.adapters, spans_of(options, info, held))
         engine.permit = settings.code.permit
-        _say(settings)
+        _say(settings, options)
         adapter = Adapter(engine, info, bus, settings)
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
@@ -396,11 +400,14 @@ async def _run(
     return 1 if adapter.lost else 0
 
 
-def _say(settings: Settings) -> None:
-    """Log whose blocks the engine runs, and whose orders it obeys."""
+def _say(settings: Settings, options: argparse.Namespace) -> None:
+    """Log whose blocks the engine runs and where, and whose orders it obeys."""
     code, identity = settings.code, settings.identity
     level = logging.WARNING if code.code == "any" else logging.INFO
     logger.log(level, "whose code this engine runs: %s (%s)", code.code, code.reason)
+    if code.code != "none":
+        where = "processes of their own" if options.blocks == "host" else "vLLM's worker"
+        logger.log(level, "blocks run in %s: --blocks %s (%s)", where, options.blocks, options.blocks_reason)
     if identity.keyring is None:
         logger.info("no --keyring: everybody who can write to this Redis may submit, steer, install edits and drain")
     else:

@@ -1,5 +1,5 @@
-"""Whom an engine obeys, by its options: whose blocks it runs (`--code`, `--approved`, `--code-imports`), and whose
-signatures it accepts (`--keyring`, `--unsigned`, `--engine-key`).
+"""Whom an engine obeys, by its options: whose blocks it runs (`--code`, `--approved`, `--code-imports`) and where
+(`--blocks`), and whose signatures it accepts (`--keyring`, `--unsigned`, `--engine-key`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tracewire_engine.adapter.code_policy import CodePolicy
     from tracewire_engine.adapter.gate import Identity
 
-__all__ = ["audit_entries", "check_code", "code_policy", "identity_of", "limited_imports"]
+__all__ = ["audit_entries", "check_code", "code_policy", "default_blocks", "identity_of", "limited_imports"]
 
 
 def check_code(options: argparse.Namespace) -> None:
@@ -92,6 +92,19 @@ def code_policy(options: argparse.Namespace) -> CodePolicy:
     imports = getattr(options, "code_imports", None if code == "any" else DEFAULT_IMPORTS)
     approvals = None if options.approved is None else Approvals(options.approved)
     return CodePolicy(code, reason, approvals=approvals, imports=imports, permits=Permits(options.permit_key))
+
+
+def default_blocks(options: argparse.Namespace, *, stages: int) -> tuple[str, str]:
+    """Where blocks run without `--blocks`, `"inline"` or `"host"`, and why. `stages` counts the pipeline stages."""
+    shared = why_shared(options.url)
+    if not shared:
+        return "inline", "the default, since the Redis is private to this user"
+    if code_policy(options).code == "none":
+        return "inline", "the default, since no block runs"
+    if stages > 1 or options.check_collect:
+        other = "--check-collect" if options.check_collect else "--pipeline-parallel-size"
+        return "inline", f"since {other} allows no other, although {shared}"
+    return "host", f"the default, since {shared}"
 
 
 def audit_entries(options: argparse.Namespace) -> int:

@@ -88,6 +88,7 @@ async def test_it_says_ready_when_the_registry_has_it_and_not_before(
             "--url", way.url, "--prefix", prefix, "--first-answer", "0", "--drain", "0", "--retention", "60"
         )
         options.listener = options.chats = None
+        options.blocks, options.blocks_reason = "inline", "the default"
         options.adapters = 1
         ended: list[int] = []
 

@@ -12,7 +12,13 @@ from tracewire_bus.domain.approvals import Approvals
 from tracewire_bus.domain.code_identity import DEFAULT_IMPORTS
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.adapter.engine_api import Rejection
-from tracewire_engine.launch.code_options import check_code, code_policy, identity_of, limited_imports
+from tracewire_engine.launch.code_options import (
+    check_code,
+    code_policy,
+    default_blocks,
+    identity_of,
+    limited_imports,
+)
 from tracewire_engine.launch.options import add_options
 
 
@@ -42,6 +48,28 @@ async def test_and_any_on_one_that_is_private(embedded: str) -> None:
 def test_the_operator_may_say_otherwise(code: str, embedded: str) -> None:
     policy = code_policy(parsed("--code", code, url=embedded))
     assert (policy.code, policy.reason) == (code, "as the operator has set it")
+
+
+@pytest.mark.parametrize("code", ["listed", "signed", "any"])
+def test_blocks_of_others_run_in_hosts(code: str, embedded: str) -> None:
+    file = ("--approved", "approved.json") if code == "listed" else ()
+    options = parsed("--code", code, *file)
+    assert default_blocks(options, stages=1) == (
+        "host",
+        "the default, since the Redis at redis://elsewhere may be shared",
+    )
+    assert default_blocks(options, stages=2) == (
+        "inline",
+        "since --pipeline-parallel-size allows no other, although the Redis at redis://elsewhere may be shared",
+    )
+    options = parsed("--code", code, *file, "--check-collect")
+    assert default_blocks(options, stages=1)[1].startswith("since --check-collect allows no other")
+    # On a private bus nobody else can submit a block.
+    assert default_blocks(parsed("--code", code, *file, url=embedded), stages=1)[0] == "inline"
+
+
+def test_without_blocks_there_are_no_hosts() -> None:
+    assert default_blocks(parsed(), stages=1) == ("inline", "the default, since no block runs")
 
 
 def test_imports_are_limited_unless_any_block_runs() -> None:
