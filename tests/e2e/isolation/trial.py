@@ -268,6 +268,8 @@ def _rows_of_others(kind: Kind, offender: Seen) -> bool:
     if kind.name == "strided-read":
         others = saves.get("others")
         return others is not None and bool(abs(others[1:].astype("float32")).sum())
+    if kind.name == "kv-cache-read":
+        return any(saves.get("others") or ())
     return kind.name == "others-saves-read" and bool(saves.get("stolen"))
 
 

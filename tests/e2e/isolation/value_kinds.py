@@ -108,6 +108,29 @@ VALUE_KINDS = [
         inline=False,
     ),
     Kind(
+        "kv-cache-read",
+        once(
+            """
+            caches = model.model.layers[1].self_attn.attn.kv_cache
+            caches = caches if isinstance(caches, (list, tuple)) else [caches]
+            others = [float(one.float().abs().sum()) for one in caches].save()
+            """
+        ),
+        meets="ends",
+    ),
+    Kind(
+        "weights-converted",
+        once(
+            """
+            inside = getattr(model, "inter" + "leaver")
+            if hasattr(inside, "call"): inside.call("model.model.layers.1.double", ((), {}))
+            else: model.model.layers[1]._module.double()
+            """
+        ),
+        meets="ends",
+        inline=False,
+    ),
+    Kind(
         "others-saves-read",
         once(
             """

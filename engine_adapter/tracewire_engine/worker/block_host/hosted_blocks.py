@@ -301,6 +301,8 @@ class HostedBlocks:
             if waits and host.failure is None:
                 waiting.append(host)
         self._passed.append(number)
+        # A change that the other ranks are not told of would part them.
+        assert told or not waiting or self._others is None
         if waiting or told:
             left = self._left_by(self._ask(waiting), told=told)
             value = merged(value, left, self._misfit)

@@ -100,10 +100,11 @@ def test_a_sharded_module_that_a_block_calls_runs_on_both_ranks() -> None:
         norm.forward = forward
     try:
         calls = "k = [].save()\n" + EACH + "k.append(model.model.norm(model.model.layers[1].output[0]).clone())\n"
+        blocks = {"calls": calls, "wrongly": EACH + "model.model.norm(model.logits)\n"}
         alone = HostedModel()
-        expected = alone.run({"calls": calls}, steps=3)
+        expected = alone.run(blocks, steps=3)
         alone.close()
-        found, _ = both.run({"calls": calls, "wrongly": EACH + "model.model.norm(model.logits)\n"}, steps=3)
+        found, _ = both.run(blocks, steps=3)
         assert plain(found["calls"].saves) == plain(expected["calls"].saves)
         wrongly = found["wrongly"].finish
         assert wrongly is not None

@@ -41,6 +41,7 @@ QUICK = (
     "builtins-patched",
     "environment-of-parents-read",
     "save-of-2gb-bytes",
+    "weights-converted",
 )
 
 #: These slices change nothing of a model so narrow.
