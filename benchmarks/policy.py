@@ -1,30 +1,36 @@
 """What signatures cost: submissions and tokens a second with signing on, beside the same with signing off.
 
-    python -m benchmarks.policy [--concurrency 32] [--tokens 64] [--step-ms 20] [--rounds 6] [--seconds 4] [--json]
+    python -m benchmarks.policy [--concurrency 32] [--tokens 64] [--rounds 12] [--seconds 2] [--engines MODEL] [--json]
 
-Two adapters with scripted engines, each a process of its own, serve one embedded Redis. One is *strict*: it verifies
-each submission by a keyring, marks its nonce, signs each final and writes an audit trail. Its client signs. The other
-adapter and client do none of that. This process runs `--concurrency` traces at a time against one of them, in rounds of
+Two engines serve one embedded Redis. One is *strict*: it verifies each submission by a keyring, marks its nonce, signs
+each final and writes an audit trail, and its client signs and verifies. The other engine and client do none of that.
+All other limits are on for both. This process runs `--concurrency` traces at a time against one of them, in rounds of
 `--seconds` that take turns (on, off, off, on, ...), and counts the traces that ended and their tokens.
 
-An engine makes a token of each trace every `--step-ms` milliseconds, as a model would. With `--step-ms 0` it makes them
-as fast as the adapter takes them, so that processor time is all that limits the figures: the ratio then is that of the
-adapter's and the client's own work.
+Three loads are measured:
 
-`ratio` is the lower of two medians over the pairs of rounds: submissions a second with signing over those without, and
-tokens a second likewise. `spread` has the lower and the upper quartile of the submissions' ratio over the pairs.
-`cpu_ms` is the processor time of a trace in this process, the adapter and Redis together, and `cpu_ratio` the median of
-that without signing over that with. Other load on the machine changes it less than it changes the rates.
+- `full`: scripted engines, which make tokens as fast as their adapters take them. Processor time is all that limits
+  these figures, so that they are of the adapter's and the client's own work.
+- `paced`: the same engines make a token of each trace every `--step-ms` milliseconds, as a model would.
+- `model`, with `--engines MODEL`: two whole engines of that model, of `tracewire engine`.
+
+Each load has `submissions` and `tokens`: the median over the pairs of rounds of the rate with signing over that
+without. `ratio` is the lowest of these medians. `spread` has the lower and the upper quartile of the submissions'
+ratio. `cpu_ms`, of scripted engines, is the processor time of a trace in this process, the adapter and Redis together,
+and `cpu` the median of that without signing over that with. Other load on the machine changes it less than it changes
+the rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -75,20 +81,32 @@ class Round(NamedTuple):
     cpu_ms: float
 
 
+class Pair(NamedTuple):
+    """For each side a client and the model that it asks for, and the processes whose time counts."""
+
+    clients: Mapping[str, tracewire.Client]
+    models: Mapping[str, str]
+    pids: Mapping[str, Sequence[int]]
+    #: How long a pair of engines is let come to rest before a round, in seconds: vLLM's processes spin for one.
+    settle_s: float = 0.0
+
+
 def cpu_s(pids: Sequence[int]) -> float:
     """The processor time of these processes so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-async def load(client: tracewire.Client, side: str, options: argparse.Namespace, pids: Sequence[int]) -> Round:
-    """One round. `pids` are the processes that take part."""
+async def load(pair: Pair, side: str, options: argparse.Namespace, seconds: float) -> Round:
+    """One round, which begins traces for so long."""
+    client, model, pids = pair.clients[side], pair.models[side], pair.pids[side]
     ended = tokens = 0
-    until = time.perf_counter() + options.seconds
+    await anyio.sleep(pair.settle_s)
+    until = time.perf_counter() + seconds
 
     async def one() -> None:
         nonlocal ended, tokens
         while time.perf_counter() < until:
-            result = await client.trace(f"signing-{side}", "valid", max_tokens=options.tokens).result()
+            result = await client.trace(model, "valid", max_tokens=options.tokens, ignore_eos=True).result()
             ended += 1
             tokens += len(result.token_ids)
 
@@ -100,59 +118,111 @@ async def load(client: tracewire.Client, side: str, options: argparse.Namespace,
     return Round(ended / took_s, tokens / took_s, 1000 * (cpu_s(pids) - before_s) / ended)
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides, in turns."""
+async def rounds(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
+    """What one load finds, both sides in turns."""
     found: dict[str, list[Round]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        # Once before anything counts.
+        await load(pair, side, options, 0.5)
+    for number in range(options.rounds):
+        for side in SIDES if number % 2 else SIDES[::-1]:
+            found[side].append(await load(pair, side, options, options.seconds))
+    pairs = list(zip(found["on"], found["off"], strict=True))
+    submissions = [on.submissions / off.submissions for on, off in pairs]
+    quartiles = quantiles(submissions, n=4) if len(submissions) > 1 else submissions * 3
+    return {
+        "submissions": round(median(submissions), 4),
+        "tokens": round(median(on.tokens / off.tokens for on, off in pairs), 4),
+        "spread": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "submissions_per_s": {side: round(median(one.submissions for one in found[side]), 2) for side in SIDES},
+        "tokens_per_s": {side: round(median(one.tokens for one in found[side]), 2) for side in SIDES},
+    } | ({} if not pair.pids["on"] else cpu(found))
+
+
+def cpu(found: Mapping[str, list[Round]]) -> dict[str, Any]:
+    """The processor time of a trace."""
+    pairs = zip(found["on"], found["off"], strict=True)
+    return {
+        "cpu": round(median(off.cpu_ms / on.cpu_ms for on, off in pairs), 4),
+        "cpu_ms": {side: round(median(one.cpu_ms for one in found[side]), 2) for side in SIDES},
+    }
+
+
+@contextmanager
+def scripted(folder: Path, url: str, step_ms: int) -> Iterator[dict[str, int]]:
+    """Two adapters with scripted engines. Yields their process ids."""
+    arguments = ("--folder", str(folder), "--url", url, "--step-ms", str(step_ms))
+    engines = {side: start("benchmarks.policy", "--serve", side, *arguments) for side in SIDES}
+    try:
+        yield {side: engine.pid for side, engine in engines.items()}
+    finally:
+        for engine in engines.values():
+            engine.communicate()
+
+
+@contextmanager
+def whole(folder: Path, url: str, model: str) -> Iterator[None]:
+    """Two whole engines of a model, ready.
+
+    Raises:
+        RuntimeError: an engine has ended instead.
+    """
+    strict = ("--keyring", str(folder / "keyring.json"), "--unsigned", "refuse")
+    engines: list[subprocess.Popen[str]] = []
+    try:
+        for side, options in (("off", ("--audit", "0")), ("on", (*strict, "--engine-key", str(folder / "engine.key")))):
+            with (folder / f"{side}.log").open("wb") as log:
+                engine = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "tracewire.cli", "engine", model, "--name", f"signing-{side}"),
+                        *("--url", url, *options),
+                    ],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+                )
+            engines.append(engine)
+            assert engine.stdout is not None
+            if not any(line.startswith("ready") for line in engine.stdout):
+                raise RuntimeError(f"the engine did not start:\n{(folder / f'{side}.log').read_text()[-4000:]}")
+        yield
+    finally:
+        for engine in engines:
+            with suppress(ProcessLookupError):
+                engine.terminate()
+            engine.communicate()
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All loads."""
+    loads: dict[str, dict[str, Any]] = {}
+    models = {side: f"signing-{side}" for side in SIDES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         Keyring(folder / "keyring.json").add(new_key(folder / "client.key", "client", "red", ["submit", "steer"]))
         new_key(folder / "engine.key", "engine", "engines", [])
-        async with EmbeddedServer.start() as server:
-            arguments = ("--folder", name, "--url", server.url, "--step-ms", str(options.step_ms))
-            engines = [start("benchmarks.policy", "--serve", side, *arguments) for side in SIDES]
-            try:
-                trusted = [Signer.load(folder / "engine.key").public]
-                signing: dict[str, Any] = {"key": folder / "client.key", "engine_keys": trusted}
-                async with tracewire.connect(server.url) as off, tracewire.connect(server.url, **signing) as on:
-                    clients = {"off": off, "on": on}
-                    pids = {side: (os.getpid(), one.pid, server.pid) for side, one in zip(SIDES, engines, strict=True)}
-                    for side in SIDES:
-                        # Once before anything counts.
-                        short = argparse.Namespace(**{**vars(options), "seconds": 0.5})
-                        await load(clients[side], side, short, pids[side])
-                    for number in range(options.rounds):
-                        for side in SIDES if number % 2 else SIDES[::-1]:
-                            found[side].append(await load(clients[side], side, options, pids[side]))
-            finally:
-                for process in engines:
-                    process.communicate()
-    return figures(found, options)
-
-
-def figures(found: dict[str, list[Round]], options: argparse.Namespace) -> dict[str, Any]:
-    """What is printed."""
-    pairs = list(zip(found["on"], found["off"], strict=True))
-    submissions = [on.submissions / off.submissions for on, off in pairs]
-    ratios = {"submissions": median(submissions), "tokens": median(on.tokens / off.tokens for on, off in pairs)}
-    quartiles = quantiles(submissions, n=4) if len(submissions) > 1 else submissions * 3
-    return {
-        "ratio": round(min(ratios.values()), 4),
-        **{f"{what}_ratio": round(ratio, 4) for what, ratio in ratios.items()},
-        "spread": [round(quartiles[0], 4), round(quartiles[2], 4)],
-        "cpu_ratio": round(median(off.cpu_ms / on.cpu_ms for on, off in pairs), 4),
-        **{
-            name: {side: round(median(getattr(one, field) for one in found[side]), 2) for side in SIDES}
-            for name, field in (
-                ("submissions_per_s", "submissions"),
-                ("tokens_per_s", "tokens"),
-                ("cpu_ms", "cpu_ms"),
-            )
-        },
-        "concurrency": options.concurrency,
-        "tokens": options.tokens,
-        "step_ms": options.step_ms,
-        "rounds": options.rounds,
-    }
+        signing: dict[str, Any] = {
+            "key": folder / "client.key",
+            "engine_keys": [Signer.load(folder / "engine.key").public],
+        }
+        async with (
+            EmbeddedServer.start() as server,
+            tracewire.connect(server.url) as off,
+            tracewire.connect(server.url, **signing) as on,
+        ):
+            clients = {"off": off, "on": on}
+            for what, step_ms in (("full", 0), ("paced", options.step_ms)):
+                with scripted(folder, server.url, step_ms) as pids:
+                    processes = {side: (os.getpid(), pids[side], server.pid) for side in SIDES}
+                    loads[what] = await rounds(Pair(clients, models, processes), options)
+            if options.engines:
+                with whole(folder, server.url, options.engines):
+                    pair = Pair(clients, models, dict.fromkeys(SIDES, ()), settle_s=2.5)
+                    loads["model"] = await rounds(pair, options)
+    lowest = min(min(one["submissions"], one["tokens"]) for one in loads.values())
+    sizes = {name: getattr(options, name) for name in ("concurrency", "tokens", "step_ms", "rounds", "seconds")}
+    return {"ratio": lowest, **loads, **sizes}
 
 
 def main() -> None:
@@ -160,9 +230,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--concurrency", type=at_least(1), default=32, help="traces at a time")
     parser.add_argument("--tokens", type=at_least(1), default=64, help="tokens of a trace")
-    parser.add_argument("--step-ms", type=at_least(0), default=20, help="milliseconds between two tokens of a trace")
-    parser.add_argument("--rounds", type=at_least(1), default=6, help="rounds of each side")
-    parser.add_argument("--seconds", type=float, default=4.0, help="how long a round begins new traces")
+    parser.add_argument("--step-ms", type=at_least(0), default=20, help="milliseconds between two tokens, where paced")
+    parser.add_argument("--rounds", type=at_least(1), default=12, help="rounds of each side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a round begins new traces")
+    parser.add_argument("--engines", metavar="MODEL", help="measure whole engines of this model, too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -17,6 +17,7 @@ import asyncio
 import copy
 import gc
 import json
+import logging
 import random
 import signal
 import struct
@@ -39,6 +40,7 @@ import tracewire
 from tests.support.memory_in_use import in_use_mib
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info
 from tracewire.errors import TracewireError
+from tracewire.gateway.json_values import to_json
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.store.submission_queue import Queue
@@ -80,6 +82,11 @@ class Engine(ScriptedEngine):
         tokens = submission.invokes[index].sampling.get("max_tokens", 16)
         if not isinstance(tokens, int) or not 0 < tokens <= 256 or len(submission.invokes) > 4:
             raise Rejection("sampling.max_tokens", "expected 1 to 256 tokens, of at most 4 prompts")
+        try:
+            # Sampling params of vLLM's have types, and an `Accepted` repeats them.
+            _packed(submission.invokes[index].sampling)
+        except TypeError as error:
+            raise Rejection("sampling", f"expected plain values: {error}") from None
         return await super().prepare(submission, index, *more, **named)
 
 
@@ -144,8 +151,22 @@ class Loop:
                 self.held = max(self.held, min(late, time.process_time() - busy))
 
 
+class Tracebacks(logging.Handler):
+    """Keeps the last lines of the tracebacks in the log: each is of an error that the adapter did not expect."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        if record.exc_info and len(self.seen) < 20:
+            self.seen.append(f"{record.getMessage()}: {record.exc_info[1]!r}"[:500])
+
+
 async def _serve(options: argparse.Namespace) -> None:
-    loop = Loop()
+    loop, tracebacks = Loop(), Tracebacks()
+    logging.getLogger("tracewire").addHandler(tracebacks)
     loop.watch_callbacks()
     engine = Engine(partial(anyio.sleep, 0.01))
     described = info(MODEL, 512)
@@ -185,6 +206,7 @@ async def _serve(options: argparse.Namespace) -> None:
         "longest_callback": loop.longest,
         "cpu_s": round(time.process_time(), 1),
         "malformed": bus.guard.malformed,
+        "tracebacks": tracebacks.seen,
         "growth_mib": round(growth_mib, 1),
     }
     print(json.dumps(told), flush=True)
@@ -621,7 +643,8 @@ async def consume(client: tracewire.Client, bus: Bus, seed: int, count: int) -> 
         try:
             async with client.subscribe(trace, since="start") as events_of:
                 async for one in events_of:
-                    getattr(one, "delta", None)
+                    # As a gateway answers.
+                    to_json(getattr(one, "delta", None), "small", trace)
             await client.get_state(trace)
         except TracewireError:
             pass

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,13 +308,25 @@ def test_steering(form: str) -> None:
         assert one["engine_steps_p50"] <= one["engine_steps_p99"] <= one["engine_steps_max"]
 
 
-def test_policy() -> None:
+def check_policy(*more: str, loads: Sequence[str]) -> None:
     sizes = ("--concurrency", "2", "--tokens", "4", "--step-ms", "1", "--rounds", "2", "--seconds", "0.3")
-    found = figures("policy", *sizes)
-    above_zero(found, "ratio", "submissions_ratio", "tokens_ratio", "submissions_per_s", "tokens_per_s")
-    assert found["ratio"] == min(found["submissions_ratio"], found["tokens_ratio"])
-    for side in ("on", "off"):
-        assert found["tokens_per_s"][side] == pytest.approx(4 * found["submissions_per_s"][side], rel=0.5)
+    found = figures("policy", *sizes, *more)
+    assert found["ratio"] == min(found[load][what] for load in loads for what in ("submissions", "tokens"))
+    for load in loads:
+        above_zero(found[load], "submissions", "tokens", "submissions_per_s", "tokens_per_s")
+        for side in ("on", "off"):
+            expected = 4 * found[load]["submissions_per_s"][side]
+            assert found[load]["tokens_per_s"][side] == pytest.approx(expected, rel=0.5)
+
+
+def test_policy() -> None:
+    check_policy(loads=["full", "paced"])
+
+
+@own_engine
+@pytest.mark.full
+def test_policy_of_whole_engines() -> None:
+    check_policy("--engines", "demo", loads=["full", "paced", "model"])
 
 
 def test_hosts() -> None:

@@ -215,6 +215,7 @@ class Keyring:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._name = os.fspath(path)
         self._seen: tuple[int, int, int] | None = None
         self._keys: dict[str, Key] = {}
         #: Is called with the error if a changed file cannot be read. The keys before stay.
@@ -226,20 +227,24 @@ class Keyring:
         Raises:
             KeyFileError: the file cannot be read, or a key in it is malformed.
         """
+        self._look()
+        return list(self._keys.values())
+
+    def _look(self) -> None:
+        """Read the file if it has changed."""
         try:
-            found = os.stat(self.path)
+            found = os.stat(self._name)
         except FileNotFoundError:
             found = None
         state = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
         if state != self._seen or state is None:
             self._keys = {one.id: one for one in _read(self.path)} if found is not None else {}
             self._seen = state
-        return list(self._keys.values())
 
     def get(self, id: str) -> Key | None:
         """The key of this id as the file has it now; None if there is none. A file that cannot be read has no keys."""
         try:
-            self.listed()
+            self._look()
         except (KeyFileError, OSError) as error:
             self.on_error(error if isinstance(error, KeyFileError) else KeyFileError(str(error)))
             self._keys, self._seen = {}, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +16,9 @@ from tracewire_bus.wire.signing import MOST_AT_ONCE, Kind, wrap
 __all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause_content", "removal_content"]
 
 _encoder = msgspec.msgpack.Encoder()
+
+#: While a process signs several submissions at once, it makes a signature for them this often at most, in seconds.
+_PACE_S: Final = 5e-3
 
 
 def change_content(author: bytes, values: bytes) -> bytes:
@@ -43,11 +47,12 @@ def drain_content(by: str, within_s: float | None) -> bytes:
 
 
 class _Round:
-    """Texts that are signed at once at the end of a turn of the event loop."""
+    """Texts that are signed at once."""
 
     def __init__(self) -> None:
         self.texts: list[bytes] = []
         self.signature = self.digests = b""
+        self.full = anyio.Event()
         self.done = anyio.Event()
 
 
@@ -66,32 +71,49 @@ class Proofs:
         self._prefix = prefix
         #: The submissions that are signed next.
         self._round: _Round | None = None
+        #: How many the last signature covered, and when it was made.
+        self._covered, self._signed_at = 0, 0.0
 
     def on(self, prefix: str) -> Proofs:
         """The same for the bus of this prefix."""
         return Proofs(self.signer, self._engine_keys, prefix)
 
     async def submission(self, model: str, trace: str, data: bytes) -> bytes:
-        """An encoded submission behind its signature. One signature covers those of one turn of the event loop."""
+        """An encoded submission behind its signature.
+
+        One signature covers those of one turn of the event loop. If the last signature covered several, the next one
+        also covers those that come within `_PACE_S` of it.
+        """
         if self.signer is None:
             return data
         bare, text = self.signer.unsigned("submit", self._prefix, model, trace, data)
         mine = self._round
         if mine is not None and len(mine.texts) < MOST_AT_ONCE:
             mine.texts.append(text)
+            if len(mine.texts) == MOST_AT_ONCE:
+                mine.full.set()
             await mine.done.wait()
         else:
             mine = self._round = _Round()
             mine.texts.append(text)
             try:
-                await anyio.lowlevel.checkpoint()
+                await self._gather(mine)
             finally:
                 # Also if this call is cancelled: others wait for the signature.
                 if self._round is mine:
                     self._round = None
                 mine.signature, mine.digests = self.signer.sign(mine.texts)
+                self._covered, self._signed_at = len(mine.texts), anyio.current_time()
                 mine.done.set()
         return wrap(signed(bare, mine.signature, mine.digests), data)
+
+    async def _gather(self, mine: _Round) -> None:
+        """Wait until a round of submissions is to be signed."""
+        await anyio.lowlevel.checkpoint()
+        left_s = self._signed_at + _PACE_S - anyio.current_time()
+        if self._covered > 1 and left_s > 0 and not mine.full.is_set():
+            with anyio.move_on_after(left_s):
+                await mine.full.wait()
 
     def finals(self, finals: Sequence[tuple[str, bytes]]) -> list[bytes]:
         """The encoded finals of these traces with their signatures."""

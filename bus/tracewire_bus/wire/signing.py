@@ -47,7 +47,7 @@ SIGNATURE_BYTES: Final = 64
 _MARK: Final = 0xC1
 _LENGTH: Final = 2
 #: Most messages that one signature covers.
-MOST_AT_ONCE: Final = 16
+MOST_AT_ONCE: Final = 32
 _DIGEST: Final = 32
 #: Most bytes of an encoded envelope.
 _MOST: Final = 512 + MOST_AT_ONCE * _DIGEST

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import anyio.to_thread
@@ -93,8 +92,10 @@ class Gate:
         """
         check_size(len(data), self._limits)
         try:
-            verify = partial(self._content, "submit", trace, data, queued_at)
-            admitted = verify() if len(data) <= _SHORT else await anyio.to_thread.run_sync(verify)
+            if len(data) <= _SHORT:
+                admitted = self._content("submit", trace, data, queued_at)
+            else:
+                admitted = await anyio.to_thread.run_sync(self._content, "submit", trace, data, queued_at)
             if admitted.key is not None:
                 admitted.key.demand("submit")
         except SignatureRefused as error:

@@ -16,6 +16,7 @@ from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_deltas, decode_snapshot
 from tracewire_bus.wire.columns import layout_of
+from tracewire_bus.wire.kinds import MAX_DEPTH
 from tracewire_bus.wire.messages import (
     Accepted,
     Append,
@@ -132,7 +133,11 @@ class Saving(OutputBase, dict=True):
 
 
 def merged(steps: Iterable[list[Delta]], names: frozenset[str] | None = None) -> Values:
-    """The additions of these steps to the saves, by saved name, as `Output.delta` has them. `names` limits them."""
+    """The additions of these steps to the saves, by saved name, as `Output.delta` has them. `names` limits them.
+
+    Raises:
+        MalformedEvent: the saves nest deeper than an engine sends them.
+    """
     values = Values()
     for step in steps:
         for change in step:
@@ -259,6 +264,7 @@ Item: TypeAlias = Output | Shared | Notice | Gap
 
 def _merge(merged: dict[str, Any], change: Append | Set | Delete) -> None:
     *way, last = change.path
+    depth = len(change.path)
     target: Any = merged
     for key in way:
         if isinstance(target, list):
@@ -270,19 +276,23 @@ def _merge(merged: dict[str, Any], change: Append | Set | Delete) -> None:
     if isinstance(change, Append):
         if not isinstance(target.get(last), list):
             target[last] = []
-        target[last].extend(_own(item) for item in change.items)
+        target[last].extend(_own(item, depth + 1) for item in change.items)
     elif isinstance(change, Set):
-        target[last] = _own(change.value)
+        target[last] = _own(change.value, depth)
     else:
         target.pop(last, None)
 
 
-def _own(value: Any) -> Any:
-    """`value` with containers of its own, so that merging never changes the event."""
+def _own(value: Any, depth: int) -> Any:
+    """`value` with containers of its own, so that merging never changes the event. `depth` is that of its place."""
+    if isinstance(value, list | dict | tuple) and depth > MAX_DEPTH:
+        raise MalformedEvent(f"the saves of an event nest deeper than {MAX_DEPTH}")
     if isinstance(value, list):
-        return [_own(item) for item in value]
+        return [_own(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {key: _own(item) for key, item in value.items()}
+        return {key: _own(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_own(item, depth + 1) for item in value)
     if isinstance(value, set):
         return set(value)
     return value

@@ -185,7 +185,7 @@ async def fuzz_intake(count: int, seed: int, say: Callable[[str], None] = lambda
     """Write `count` malformed entries for a live adapter to read."""
     told = await fuzz.run(count, seed)
     crashes: Counter[str] = Counter()
-    wrong = [*told["valid"]["wrong"], *told["consumers_wrong"]]
+    wrong = [*told["valid"]["wrong"], *told["consumers_wrong"], *told["loop"].get("tracebacks", ())]
     if told["adapter"] != "served to the end":
         wrong.append(told["adapter"])
     if not told["registered"]:

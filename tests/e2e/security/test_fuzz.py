@@ -72,3 +72,10 @@ def test_the_command_prints_one_last_line(capsys: pytest.CaptureFixture[str]) ->
     assert {name: result[name] for name in ("crashes", "stalls")} == {"crashes": 0, "stalls": 0}
     assert 0 <= result["growth_mib"] < fuzz.GROWTH_MIB
     assert "seed 3" in err
+
+
+@pytest.mark.full
+@pytest.mark.timeout(4 * 3600)
+def test_a_million_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fuzz.main(["--messages", "1100000", "--live", "100000", "--json"])
+    assert said == 0, capsys.readouterr()

@@ -13,7 +13,8 @@ import torch
 import tracewire
 from tests.support.bus_engine import Stage
 from tests.support.clients import collected
-from tracewire import BrokenStream, Client
+from tracewire import BrokenStream, Client, MalformedEvent
+from tracewire.traces.output import merged
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Delete, Set
@@ -45,6 +46,22 @@ async def test_the_delta_of_an_output_by_name(client: Client, engine: Callable[.
     # What was merged is a copy: reading it twice gives the same, and the state is not changed by it.
     items[0].delta["xs"].append(0)
     assert items[0].delta["xs"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("depth", [60, 300, 400])
+@pytest.mark.parametrize("around", [lambda value: [value], lambda value: {"k": value}, lambda value: (value,)])
+def test_saves_that_nest_deeper_than_an_engine_sends_them_are_malformed(
+    depth: int, around: Callable[[Any], Any]
+) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = around(value)
+    for change in (Set(path=("s",), value=value), Append(path=("s",), items=[value])):
+        if depth <= 60:
+            assert merged([[change]])["s"] == (value if isinstance(change, Set) else [value])
+        else:
+            with pytest.raises(MalformedEvent, match="nest deeper than 64"):
+                merged([[change]])
 
 
 async def test_what_was_saved_is_decoded_when_it_is_asked_for(client: Client, engine: Callable[..., Any]) -> None:

@@ -177,7 +177,7 @@ def test_a_key_file_s_error_shows_nothing_of_the_key(keys: Identities, tmp_path:
         Signer.load(tmp_path / "none.key")
 
 
-@pytest.mark.parametrize("count", [1, 2, 17])
+@pytest.mark.parametrize("count", [1, 2, MOST_AT_ONCE + 1])
 def test_a_final_is_of_its_engine_and_trace(keys: Identities, count: int) -> None:
     engine = keys.signer("engine")
     finals = [(f"t{number}", encode(Final(attempt=1, seq=number, status="finished"))) for number in range(count)]

@@ -42,7 +42,7 @@ def test_finals_are_genuine_if_a_trusted_engine_has_signed_them(tmp_path: Path) 
     assert Proofs().is_genuine("t", data, final)
 
 
-@pytest.mark.parametrize("count", [1, 2, MOST_AT_ONCE, MOST_AT_ONCE + 1, 40])
+@pytest.mark.parametrize("count", [1, 2, MOST_AT_ONCE, MOST_AT_ONCE + 1, 2 * MOST_AT_ONCE + 8])
 async def test_submissions_of_one_turn_have_one_signature(tmp_path: Path, count: int) -> None:
     keys = Identities(tmp_path)
     proofs = Proofs(keys.signer("alice"), prefix="tw")
@@ -68,6 +68,36 @@ async def test_submissions_of_one_turn_have_one_signature(tmp_path: Path, count:
         with pytest.raises(SignatureRefused, match="is not of key 'alice'"):
             keys.ring.verify(envelope, "submit", "tw", "m", trace, content + b"x")
     assert len(signatures) == -(-count // MOST_AT_ONCE)
+
+
+async def test_a_process_that_signs_several_at_once_gathers_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire_bus.store.proofs._PACE_S", 60.0)
+    keys = Identities(tmp_path)
+    proofs = Proofs(keys.signer("alice"), prefix="tw")
+    made: list[bytes] = []
+
+    async def submit(trace: str) -> None:
+        made.append(await proofs.submission("m", trace, b"x"))
+
+    # One alone waits for nobody, nor does one after it.
+    with anyio.fail_after(30):
+        await submit("first")
+        await submit("second")
+        async with anyio.create_task_group() as group:
+            for trace in ("a", "b"):
+                group.start_soon(submit, trace)
+        async with anyio.create_task_group() as group:
+            group.start_soon(submit, "t0")
+            await anyio.wait_all_tasks_blocked()
+            assert len(made) == 4
+            # It is signed as soon as a signature can cover no more.
+            for number in range(1, MOST_AT_ONCE):
+                group.start_soon(submit, f"t{number}")
+    envelopes = [unwrap(data)[0] for data in made[4:]]
+    assert len(envelopes) == MOST_AT_ONCE
+    assert len({one.signature for one in envelopes if one is not None}) == 1
 
 
 async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def test_what_is_no_envelope_is_refused() -> None:
     for length in range(1, len(signed) - len(b"content")):
         with pytest.raises(ValueError):
             unwrap(signed[:length])
-    with pytest.raises(ValueError, match="at most 1024 bytes"):
-        decode_envelope(b"\x95" + b"\xd9\xff" * 600)
+    with pytest.raises(ValueError, match="at most 1536 bytes"):
+        decode_envelope(b"\x95" + b"\xd9\xff" * 800)
 
 
 def test_everything_that_a_signature_is_for_is_covered() -> None:
