@@ -22,10 +22,12 @@ import pytest
 
 import tracewire
 from tests.examples.test_examples import module_of
+from tests.faults.harness.processes import free_port
 from tests.support import ROOT, gateways
 from tests.support.bus_engine import BusEngine, engine_info
 from tests.support.cells import blocks, run_cell, run_page
 from tests.support.page_engine import HIDDEN, LAYERS, played
+from tests.support.until import until
 from tracewire_bus.transport.embedded import EmbeddedServer
 
 DOCS = ROOT / "docs"
@@ -134,6 +136,36 @@ async def test_the_service(url: str, tmp_path: Path) -> None:
         assert data[-1] == {"type": "final", "status": "finished"}
         again = await http.get(path, headers={"Last-Event-ID": events[9]["id"]})
         assert again.text == answer.text.split("\n\n", 10)[10]
+
+
+async def test_the_service_s_commands(url: str, tmp_path: Path) -> None:
+    program("fastapi", tmp_path).rename(tmp_path / "service.py")
+    (shell,) = blocks(HOWTO / "fastapi.md", "")
+    port = free_port()
+    _, _, serve, start, follow = [line.partition("  #")[0].replace("8000", str(port)) for line in shell.splitlines()]
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {"cwd": tmp_path, "env": {**os.environ, "PATH": bin_first}}
+    said = partial(anyio.run_process, **given)
+    serving = await anyio.open_process(f"exec {serve}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **given)
+    try:
+        async with engine(url), httpx.AsyncClient() as http:
+
+            async def serves() -> bool:
+                assert serving.returncode is None
+                try:
+                    return (await http.get(f"http://localhost:{port}/docs")).is_success
+                except httpx.TransportError:
+                    return False
+
+            await until(serves)
+            trace_id = json.loads((await said(start)).stdout)["trace_id"]
+            assert (
+                b'data: {"type": "final", "status": "finished"}'
+                in (await said(follow.replace("TRACE_ID", trace_id))).stdout
+            )
+    finally:
+        serving.terminate()
+        await serving.wait()
 
 
 async def test_a_cell_that_fails_is_seen() -> None:

@@ -17,6 +17,7 @@ _CHAT = "tests/examples/test_chat_backend.py::test_the_requests_of_its_page"
 _CLI = "tests/unit/tracewire/cli/test_"
 _OPERATORS = "tests/e2e/parallel/test_deployment.py::test_what_the_documentation_tells_operators_to_type"
 
+_SERVICE = "tests/test_howto.py::test_the_service_s_commands"
 _ONE_MACHINE = "tests/e2e/deployment/test_containers.py::test_one_machine_serves_traces_to_clients_outside"
 _HOST = "tests/e2e/deployment/test_containers.py::test_the_units_run_on_a_host_of_systemd"
 
@@ -66,6 +67,9 @@ RUN_BY = {
     "tracewire engine MODEL --keyring": "tests/unit/tracewire_engine/launch/test_code_options.py::"
     "test_unsigned_is_refused_where_a_keyring_is_and_the_bus_may_be_shared",
     "tracewire approve": _CLI + "approve.py::test_what_a_caller_submits_is_what_was_approved",
+    "uvicorn service:app": _SERVICE,
+    'curl -X POST "http://localhost:8000/traces?prompt': _SERVICE,
+    "curl -N http://localhost:8000/traces/TRACE_ID": _SERVICE,
     "tracewire chat": _CLI + "chat.py::test_each_line_of_a_pipe_is_a_message",
     "tracewire doctor": _CLI + "doctor.py::test_a_sound_bus",
     "tracewire edits install": _CLI + "edits.py::test_declared_interventions_are_installed",
@@ -140,6 +144,7 @@ RUN_BY_NONE = {
     'pip install "tracewire[gateway,tracing]"': "tests/test_packaging.py installs the base; the locks hold the extras",
     'pip install "tracewire[cli,embedded,gateway,engine-gpu]"': _GPU,
     'pip install "tracewire[embedded,engine-gpu,gateway,pandas]" openai': _GPU,
+    "pip install tracewire fastapi uvicorn": "tests/test_packaging.py installs the base; the locks hold the others",
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
     "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",

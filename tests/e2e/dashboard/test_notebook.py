@@ -12,6 +12,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.e2e.dashboard.conftest import Stand
+from tests.support import vscode
 from tests.support.jupyter import Lab, kernel_environment, notebook, running_lab
 from tests.support.shown_engine import projection_at, token_at
 from tests.support.until import until
@@ -138,6 +139,21 @@ async def check_opened_again(browser: Browser, url: str) -> None:
     await expect(static(page).get_by_role("row", name="norm")).to_contain_text("float32")
     await expect(page.get_by_text("model not found")).to_be_hidden()
     await page.close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(vscode.NPM is None, reason="npm is not installed")
+async def test_vs_code_shows_and_steers_a_trace(stand: Stand, lab: Lab, browser: Browser, tmp_path: Path) -> None:
+    page = await vscode.opened(browser, lab.url, vscode.bundled(tmp_path))
+    await vscode.run(page, [connecting(stand, ASYNC), TRACE.format(tokens=10_000), "await _.until_done()"])
+    await steer_by_hand(stand, page)
+    await cancel_by_hand(stand, page)
+    await expect(static(page)).to_contain_text("cancelled")
+    # The view has VS Code's colours.
+    await expect(page.locator(".tracewire-view")).to_have_attribute("data-theme", "dark")
+    assert await page.evaluate("vscode.problems") == []
+    await page.close()
+    await lab.end_kernels()
 
 
 WAIT = """
