@@ -107,3 +107,24 @@ def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnsupportedSetting, match="needs Triton"):
         engine_model.choose_runner("second")
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("options", "collects", "named"),
+    [
+        ({"tensor_parallel_size": 2}, False, ""),
+        ({"tensor_parallel_size": 2}, True, "--check-collect"),
+        ({"pipeline_parallel_size": 2}, False, "--pipeline-parallel-size"),
+        ({"distributed_executor_backend": "ray"}, False, "--distributed-executor-backend ray"),
+    ],
+)
+def test_what_hosts_of_blocks_do_not_work_with_is_named(options: dict[str, Any], collects: bool, named: str) -> None:
+    given = AsyncEngineArgs(model=str(demo_model()), **options)
+    settings = engine_model.WorkerSettings(blocks="host", check_collect=collects)
+    if not named:
+        assert engine_model._engine_options(given, settings, {})["tensor_parallel_size"] == 2
+        return
+    with pytest.raises(
+        UnsupportedSetting, match=f"^--blocks host is not supported with {named} yet; leave {named} out"
+    ):
+        engine_model._engine_options(given, settings, {})
