@@ -15,6 +15,7 @@ from .options import SweepOptions
 from .patch_sweep import Metric, PatchSweep, patch_sweep
 from .submission import PromptInput
 from .traces.model import Model
+from .traces.recorder.recording import Recording
 from .traces.session import Session
 
 __all__ = ["Experiments"]
@@ -123,7 +124,7 @@ class Experiments:
         probe: Probe,
         *,
         harvest: str | PathLike[str] | None = None,
-        traces: Sequence[str] | None = None,
+        traces: Sequence[str | Recording] | None = None,
         saves: str | None = None,
         concurrency: int = 32,
     ) -> Sequence[ProbeReading]:
@@ -139,7 +140,8 @@ class Experiments:
         - `traces` alone: each trace's prompt and output run once more as one prompt, without the trace's interventions.
           So a trace that was steered is read as the unsteered model reads its text.
 
-        The traces must have one prompt and one choice, and Redis must still keep them.
+        A trace is an id, while Redis keeps the trace, or a `Recording`. Each choice of each prompt is a reading of its
+        own, in the order of `traces`.
 
         Raises:
             TraceRejected: the probe, its weight or a source is wrong.

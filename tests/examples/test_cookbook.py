@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from tests.support import ROOT
 from tests.support.cookbook import COOKBOOK, CUT, checks, executed, notebooks, output_bytes, saved
 from tests.support.engine_process import EngineProcess
 
@@ -55,3 +57,19 @@ def test_it_is_saved_with_small_outputs_of_a_run_without_errors(path: Path) -> N
 
 def test_the_readme_lists_it(path: Path) -> None:
     assert f"({path.name})" in (COOKBOOK / "README.md").read_text()
+
+
+def test_the_documentation_states_what_the_autoencoder_reaches() -> None:
+    """docs/features.md has the figures of the notebook's saved run, and the bound that each run is held to."""
+    cells = code_cells(saved(COOKBOOK / "autoencoder.ipynb"))
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    page = (ROOT / "docs" / "features.md").read_text()
+    losses = re.findall(r"loss (0\.\d+)", printed)
+    effects = re.findall(r"added: (0\.\d+)", printed)
+    assert len(losses) == 2
+    assert len(effects) == 3
+    for figure in (*losses, effects[0], effects[-1]):
+        assert figure in page
+    bounds = re.findall(r"loss is not below (0\.\d+)", page)
+    sources = "".join(cell.source for cell in cells)
+    assert [f"STATED = {bound}\n" in sources for bound in bounds] == [True]

@@ -1099,7 +1099,7 @@ class Client(BlockingClient):
         probe: Probe,
         *,
         harvest: str | PathLike[str] | None = None,
-        traces: Sequence[str] | None = None,
+        traces: Sequence[str | Recording] | None = None,
         saves: str | None = None,
         concurrency: int = 32,
     ) -> Sequence[ProbeReading]:
@@ -1115,7 +1115,8 @@ class Client(BlockingClient):
         - `traces` alone: each trace's prompt and output run once more as one prompt, without the trace's interventions.
           So a trace that was steered is read as the unsteered model reads its text.
 
-        The traces must have one prompt and one choice, and Redis must still keep them.
+        A trace is an id, while Redis keeps the trace, or a `Recording`. Each choice of each prompt is a reading of its
+        own, in the order of `traces`.
 
         Raises:
             TraceRejected: the probe, its weight or a source is wrong.

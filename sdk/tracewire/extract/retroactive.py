@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -14,6 +14,8 @@ import msgspec
 import tracewire.harvest
 from tracewire.checks import check_count, shown
 from tracewire.errors import SaveMissing, TraceRejected
+from tracewire.traces.recorder.recording import Recording
+from tracewire_bus.transport.errors import first_error
 from tracewire_bus.wire.messages import Probe
 
 __all__ = ["ProbeReading", "apply_probe"]
@@ -32,6 +34,7 @@ class ProbeReading:
         positions: the position of each in the sequence; -1 where it is unknown.
         token_ids: the sequence.
         prompt_tokens: how many of these are the prompt's.
+        invoke, choice: which of the trace's prompts it is, and which of that prompt's choices.
     """
 
     key: int | str
@@ -39,6 +42,27 @@ class ProbeReading:
     positions: Array = field(repr=False)
     token_ids: list[int] = field(repr=False)
     prompt_tokens: int
+    invoke: int = 0
+    choice: int = 0
+
+
+class _Sequence(NamedTuple):
+    """A prompt of a finished or recorded trace with the tokens of one of its choices."""
+
+    trace_id: str
+    model: str
+    token_ids: list[int]
+    prompt_tokens: int
+    saves: Any
+    finished: bool
+    invoke: int
+    choice: int
+
+    def reading(self, values: Array, positions: Array) -> ProbeReading:
+        """The reading of this sequence."""
+        return ProbeReading(
+            self.trace_id, values, positions, self.token_ids, self.prompt_tokens, self.invoke, self.choice
+        )
 
 
 class Reads(Protocol):
@@ -91,7 +115,7 @@ async def apply_probe(
     client: Reads,
     probe: Probe,
     harvest: str | os.PathLike[str] | None,
-    traces: Sequence[str] | None,
+    traces: Sequence[str | Recording] | None,
     saves: str | None,
     concurrency: int,
 ) -> list[ProbeReading]:
@@ -106,19 +130,42 @@ async def apply_probe(
         applied = await _applied(client, probe)
         return await anyio.to_thread.run_sync(_of_harvest, harvest, probe.at, applied)
     assert traces is not None
+    if isinstance(traces, str) or not isinstance(traces, Sequence):
+        raise TraceRejected("traces", f"expected a list of trace ids or recordings, got {shown(traces)}")
     limit = anyio.Semaphore(check_count("concurrency", concurrency))
-    found: dict[str, ProbeReading] = {}
     own = await _applied(client, probe) if saves is not None else None
+    found: list[list[ProbeReading]] = [[] for _ in traces]
 
-    async def one(trace_id: str) -> None:
+    async def one(place: int, trace: str | Recording) -> None:
         async with limit:
-            state = await client.get_state(trace_id)
-            found[trace_id] = await (_again(client, probe, state) if own is None else _of_saves(state, saves, own))
+            state = await client.get_state(trace) if isinstance(trace, str) else trace.state()
+            for sequence in _sequences(state, place):
+                reading = await (_again(client, probe, sequence) if own is None else _of_saves(sequence, saves, own))
+                found[place].append(reading)
 
-    async with anyio.create_task_group() as group:
-        for trace_id in dict.fromkeys(traces):
-            group.start_soon(one, trace_id)
-    return [found[trace_id] for trace_id in traces]
+    try:
+        async with anyio.create_task_group() as group:
+            for place, trace in enumerate(traces):
+                if not isinstance(trace, str | Recording):
+                    raise TraceRejected(f"traces[{place}]", f"expected a trace id or a recording, got {shown(trace)}")
+                group.start_soon(one, place, trace)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [reading for readings in found for reading in readings]
+
+
+def _sequences(state: Any, place: int) -> list[_Sequence]:
+    """The sequences of a trace, prompt by prompt and choice by choice."""
+    accepted = state.accepted
+    if accepted is None:
+        raise TraceRejected(f"traces[{place}]", f"no engine has accepted trace {state.trace_id}")
+    found = []
+    for invoke, (prompt, of_prompt) in enumerate(zip(accepted.prompt_token_ids, state.invokes, strict=False)):
+        for choice, one in enumerate(of_prompt.choices):
+            tokens = [*prompt, *one.token_ids]
+            about = (state.trace_id, accepted.model, tokens, len(prompt), one.saves, state.finished)
+            found.append(_Sequence(*about, invoke, choice))
+    return found
 
 
 async def _applied(client: Reads, probe: Probe) -> _Applied:
@@ -159,34 +206,49 @@ def _tensor(harvested: Any, at: str) -> str:
     raise TraceRejected("probe.at", f"the harvest has no activations at {at!r} (it has: {there})")
 
 
-async def _of_saves(state: Any, name: str | None, probe: _Applied) -> ProbeReading:
+async def _of_saves(one: _Sequence, name: str | None, probe: _Applied) -> ProbeReading:
     import numpy as np
 
-    (choice,) = (choice for invoke in state.invokes for choice in invoke.choices)
-    if name not in choice.saves:
-        raise SaveMissing(state.trace_id, name, choice.saves, "", state.finished)
-    await choice.saves.load()
-    items = [np.asarray(one, np.float32) for one in choice.saves[name]]
-    rows = np.concatenate([one.reshape(-1, one.shape[-1]) for one in items])
-    accepted = state.accepted
-    prompt = list(accepted.prompt_token_ids[0])
-    sequence = [*prompt, *choice.token_ids]
-    # One row a step: the last of the prompt, and one for each token but the last. Else one for each position.
-    first = len(prompt) - 1 if len(items) == len(rows) else 0
-    return ProbeReading(state.trace_id, probe(rows), np.arange(first, first + len(rows)), sequence, len(prompt))
+    if name not in one.saves:
+        raise SaveMissing(one.trace_id, name, one.saves, "", one.finished)
+    await one.saves.load()
+    try:
+        items = [np.asarray(item, np.float32) for item in one.saves[name]]
+        rows = np.concatenate([item.reshape(-1, item.shape[-1]) for item in items])
+    except (TypeError, ValueError, IndexError):
+        raise TraceRejected(
+            "saves",
+            f"expected a list of activations, [hidden] or [positions, hidden] each, as {name!r} of {one.trace_id}",
+        ) from None
+    first = _first_position(one, items, len(rows))
+    positions = np.full(len(rows), -1) if first is None else np.arange(first, first + len(rows))
+    return one.reading(probe(rows), positions)
 
 
-async def _again(client: Reads, probe: Probe, state: Any) -> ProbeReading:
+def _first_position(one: _Sequence, items: Sequence[Array], rows: int) -> int | None:
+    """The position of the first saved row, as its number says which positions were read; None if it does not.
+
+    The last sampled token is never read. A condition leaves positions out, so that they are unknown.
+    """
+    sampled = len(one.token_ids) - one.prompt_tokens
+    if all(item.ndim == 1 for item in items):
+        # The last position of the prompt, and each sampled token but the last.
+        return one.prompt_tokens - 1 if rows == sampled else None
+    if rows == one.prompt_tokens + sampled - 1:
+        return 0
+    if rows == sampled - 1 and all(len(item) == 1 for item in items):
+        return one.prompt_tokens
+    return 0 if rows == one.prompt_tokens else None
+
+
+async def _again(client: Reads, probe: Probe, one: _Sequence) -> ProbeReading:
     """The probe's values where the model reads a trace's prompt and output once more, in one step."""
 
     import numpy as np
 
-    (choice,) = (choice for invoke in state.invokes for choice in invoke.choices)
-    prompt = list(state.accepted.prompt_token_ids[0])
-    sequence = [*prompt, *choice.token_ids]
     read = msgspec.structs.replace(probe, positions="prompt")
-    trace = client.trace(state.accepted.model, sequence, interventions=[read], max_tokens=1, temperature=0.0)
+    trace = client.trace(one.model, one.token_ids, interventions=[read], max_tokens=1, temperature=0.0)
     result = await trace.result()
     await result.load()
-    values = np.concatenate([np.asarray(one, np.float32) for one in result.saves[probe.name]])
-    return ProbeReading(state.trace_id, values, np.arange(len(values)), sequence, len(prompt))
+    values = np.concatenate([np.asarray(item, np.float32) for item in result.saves[probe.name]])
+    return one.reading(values, np.arange(len(values)))

@@ -90,8 +90,13 @@ async def test_over_what_finished_traces_saved(client: Client, engine: Engine) -
     # The last token of the prompt, and each sampled one but the last.
     assert found[0].positions.tolist() == [1, 2, 3, 4]
     assert (found[0].token_ids, found[0].prompt_tokens) == ([7, 8, 100, 101, 102, 103], 2)
-    with pytest.raises((tracewire.SaveMissing, ExceptionGroup)):
+    # Each position that was read, from the first one on: too few for this prompt and these tokens, so unknown.
+    (found,) = await client.apply_probe(PROBE, traces=["one"], saves="all")
+    assert found.positions.tolist() == [-1] * 4
+    with pytest.raises(tracewire.SaveMissing):
         await client.apply_probe(PROBE, traces=["one"], saves="other")
+    with pytest.raises(tracewire.UnknownTrace):
+        await client.apply_probe(PROBE, traces=["gone"], saves="stream")
 
 
 async def test_by_running_traces_again(client: Client, engine: Engine) -> None:
@@ -103,6 +108,37 @@ async def test_by_running_traces_again(client: Client, engine: Engine) -> None:
     assert (found.positions.tolist(), found.prompt_tokens) == ([0, 1, 2, 3, 4, 5], 2)
 
 
+async def several(stage: Stage) -> None:
+    """A script of a trace of two prompts with two choices each."""
+    await stage.accept(prompt_token_ids=[[7], [8, 9]])
+    for invoke in range(2):
+        for choice in range(2):
+            for number in range(2):
+                row = ROWS[invoke * 2 + choice] + number
+                await stage.save("a", {"stream": row, "words": "no numbers"}, invoke=invoke, choice=choice)
+    await stage.final()
+
+
+async def test_each_choice_of_each_prompt_is_a_reading(client: Client, engine: Engine, tmp_path: Path) -> None:
+    async with engine(several):
+        await client.models.get("tiny", timeout=30)
+        trace = client.trace("tiny", prompts=["x", "yz"], max_tokens=2, n=2, trace_id="one")
+        await trace.result()
+        (await trace.record()).save(tmp_path / "one.twrec")
+    recording = tracewire.Recording.open(tmp_path / "one.twrec")
+    for traces in (["one"], [recording]):
+        found = await client.apply_probe(PROBE, traces=traces, saves="stream")
+        assert [(one.key, one.invoke, one.choice) for one in found] == [
+            ("one", invoke, choice) for invoke in range(2) for choice in range(2)
+        ]
+        for row, one in zip(ROWS, found, strict=True):
+            assert one.values == pytest.approx(np.stack([row, row + 1]) @ WEIGHT + 0.25)
+        assert [one.positions.tolist() for one in found] == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    with pytest.raises(TraceRejected, match="expected a list of activations") as refused:
+        await client.apply_probe(PROBE, traces=["one"], saves="words")
+    assert refused.value.field == "saves"
+
+
 @pytest.mark.parametrize(
     ("probe", "source", "field"),
     [
@@ -111,6 +147,8 @@ async def test_by_running_traces_again(client: Client, engine: Engine) -> None:
         (PROBE, {}, "harvest"),
         (PROBE, {"harvest": "x", "traces": ["a"]}, "harvest"),
         (PROBE, {"harvest": "x", "saves": "a"}, "saves"),
+        (PROBE, {"traces": "a"}, "traces"),
+        (PROBE, {"traces": [3]}, "traces[0]"),
         (Probe("p", "residual(2)", weight=np.zeros((1, 1, 1))), {"harvest": "x"}, "probe.weight"),
     ],
 )
