@@ -156,6 +156,7 @@ def _scheduled(counts: dict[str, int], fresh: list[Any], finished: set[str]) -> 
         scheduled_new_reqs=fresh,
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens={},
     )
 
 

@@ -9,6 +9,7 @@ machine's moods.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -54,18 +55,35 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     firsts: list[float] = []
 
-    async def one(prompt: list[int]) -> int:
+    async def one(prompt: list[int]) -> list[int]:
         params = SamplingParams(**sampling(workload), output_kind=RequestOutputKind.DELTA)
-        tokens = 0
+        ids: list[int] = []
         async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
-            if not tokens:
+            if not ids:
                 firsts.append(time.perf_counter() - began)
-            tokens += len(output.outputs[0].token_ids)
-        return tokens
+            ids += output.outputs[0].token_ids
+        return ids
 
-    tokens = sum(await asyncio.gather(*(one(prompt) for prompt in prompts(workload))))
+    found = await asyncio.gather(*(one(prompt) for prompt in prompts(workload)))
     marks = {"first_output": min(firsts), "joined": max(firsts) - min(firsts)}
-    return {"tokens": tokens, "marks_ms": {name: round(1000 * seconds, 1) for name, seconds in marks.items()}}
+    return {
+        "tokens": sum(map(len, found)),
+        "marks_ms": {name: round(1000 * seconds, 1) for name, seconds in marks.items()},
+        # The same for the same tokens of all requests.
+        "digest": hashlib.sha256(json.dumps(found).encode()).hexdigest(),
+    }
+
+
+def draft_counts() -> dict[str, int]:
+    """How many tokens the `AsyncLLM` of this process has drafted, and how many of them it took, by its own metrics."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    found = {"drafted": 0, "taken": 0}
+    names = {"vllm:spec_decode_num_draft_tokens": "drafted", "vllm:spec_decode_num_accepted_tokens": "taken"}
+    for metric in get_metrics_snapshot():
+        if metric.name in names:
+            found[names[metric.name]] += metric.value
+    return found
 
 
 def saved_items(workload: dict[str, Any], steps: int) -> int | None:
@@ -165,8 +183,13 @@ def plain(options: dict[str, Any]) -> None:
 
     async def main() -> None:
         llm = AsyncLLM.from_engine_args(arguments)
+
+        async def run(workload: dict[str, Any]) -> dict[str, Any]:
+            answer = await plain_round(llm, workload)
+            return {**answer, **draft_counts()} if arguments.speculative_config else answer
+
         try:
-            await serve({}, lambda workload: plain_round(llm, workload))
+            await serve({}, run)
         finally:
             llm.shutdown()
 
@@ -227,8 +250,13 @@ def own(options: dict[str, Any]) -> None:
                 for _ in link.ready():
                     pass
 
+        async def run(workload: dict[str, Any]) -> dict[str, Any]:
+            answer = await plain_round(model.vllm_entrypoint, workload)
+            counts = await model.vllm_entrypoint.engine_core.call_utility_async("tracewire_counts")
+            return {**answer, "drafted": counts["drafted"], "taken": counts["taken"]}
+
         draining = asyncio.ensure_future(drain())
-        await serve({}, lambda workload: plain_round(model.vllm_entrypoint, workload))
+        await serve({}, run)
         draining.cancel()
 
     with LinkReceiver() as link:

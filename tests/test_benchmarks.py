@@ -359,6 +359,16 @@ def test_blobs(options: tuple[str, ...]) -> None:
 
 @own_engine
 @pytest.mark.full
+def test_speculation() -> None:
+    sizes = ("--concurrency", "2", "--tokens", "24", "--rounds", "1", "--undrafted")
+    found = figures("speculation", *sizes)
+    above_zero(found, "tokens_per_second", "own_to_plain", "drafted_to_undrafted", "acceptance")
+    assert found["equal"]
+    assert found["acceptance"]["own"] == found["acceptance"]["plain"] <= 1
+
+
+@own_engine
+@pytest.mark.full
 def test_overhead() -> None:
     sizes = ("--concurrency", "2", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
     found = figures("overhead", *sizes, "--no-default")

@@ -882,7 +882,7 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/core/scheduler.py",
         "a-traced-request-is-cached-for-others",
-        "        if _is_plain(request):\n            self._cache(",
+        "        if is_plain(request):\n            self._cache(",
         "        if True:\n            self._cache(",
         "tests/unit/tracewire_engine/core/test_scheduler_traced.py::test_plain_requests_share_prefixes_and_traced_ones_neither_read_nor_write",
     ),

@@ -21,13 +21,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support import ROOT
 from tracewire_engine.core.scheduler import pausing_scheduler
-from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, FORCED_ARG
 
 __all__ = ["BLOCK", "LENGTH", "PLACES", "Core", "alone", "configuration"]
 
@@ -48,11 +48,16 @@ def alone(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def configuration(*, chunked: bool = False, caching: bool = False, tokens: int = 64) -> Any:
-    """vLLM's configuration of an engine with few places and short texts, whose workers take `tokens` in a step."""
+def configuration(*, chunked: bool = False, caching: bool = False, tokens: int = 64, drafts: int = 0) -> Any:
+    """vLLM's configuration of an engine with few places and short texts, whose workers take `tokens` in a step.
+
+    `drafts` tokens are drafted for a request's step.
+    """
     arguments = AsyncEngineArgs(
         model=str(MODEL), max_num_seqs=PLACES, max_model_len=LENGTH, max_num_batched_tokens=tokens, block_size=16
     )
+    if drafts:
+        arguments.speculative_config = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     # vLLM makes a configuration for its second runner only where Triton is; the scheduler asks for the runner later.
     with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0"):
         config = arguments.create_engine_config()
@@ -65,11 +70,17 @@ def configuration(*, chunked: bool = False, caching: bool = False, tokens: int =
 class Worker:
     """What vLLM's worker and ours keep of requests, and a model that is right only if that is."""
 
-    def __init__(self, traced: set[str], *, second: bool = False) -> None:
+    def __init__(self, traced: set[str], *, second: bool = False, drafts: int = 0, placeholders: bool = False) -> None:
         self.traced = traced
+        #: How many tokens it drafts; whether the scheduler has placeholders for them; and those of the last step.
+        self.drafts, self.placeholders = drafts, placeholders
+        self.drafted: dict[str, list[int]] = {}
+        #: By request, how many drafts each of its steps had, and how many were taken.
+        self.tried: dict[str, list[tuple[int, int]]] = {}
         #: Whether it stands for vLLM's second model runner.
         self.second = second
         self.tokens: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
         self.blocks: dict[str, list[int]] = {}
         #: By block, what is in each of its slots: whose edits, and the tokens that it was computed of.
         self.slots: dict[int, list[Any]] = {}
@@ -84,6 +95,30 @@ class Worker:
         """Write what was kept of a preempted request to the blocks that it has now."""
         for block, slots in zip(self.blocks[name], self.kept.pop(name, []), strict=False):
             self.slots[block] = slots
+
+    def _tried(self, name: str, given: list[int]) -> list[int]:
+        """The drafts of a request's step, which the scheduler gives or has placeholders for.
+
+        Those of placeholders are of the step before. If the request was not in it, vLLM computes the placeholders.
+        """
+        assert not self.placeholders or set(given) == {-1}
+        return self.drafted.get(name, given)[: len(given)] if self.placeholders else list(given)
+
+    def _sample(self, name: str, drafts: list[int]) -> list[int]:
+        """What a step of a request samples: the drafts up to the first that is wrong, and one more. Drafts the next."""
+        tokens, found = self.tokens[name], []
+        for draft in [*drafts, None]:
+            tokens.append(following(tokens))
+            found.append(tokens[-1])
+            if tokens[-1] != draft:
+                break
+        if drafts:
+            self.tried.setdefault(name, []).append((len(drafts), len(found) - 1))
+        # Right ones, then a wrong one: none, one, two or all of them are right.
+        ahead = alone(tokens, self.drafts)
+        right = tokens[-1] % (self.drafts + 1)
+        self.drafted[name] = [token if place < right else token + 1 for place, token in enumerate(ahead)]
+        return found
 
     def execute(self, output: Any) -> Any:
         for name in output.finished_req_ids:
@@ -110,6 +145,7 @@ class Worker:
                 self._restore(data.req_id)
                 continue
             self.tokens[data.req_id] = list(data.prompt_token_ids)
+            self.prompts[data.req_id] = len(data.prompt_token_ids)
             self.cached[data.req_id] = data.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):
@@ -125,8 +161,15 @@ class Worker:
             if name in cached.resumed_req_ids:
                 self._restore(name)
         sampled = []
+        tried = {name: self._tried(name, given) for name, given in output.scheduled_spec_decode_tokens.items()}
+        self.drafted = {}
         for name, count in scheduled.items():
-            tokens, blocks, first = self.tokens[name], self.blocks[name], computed[name]
+            blocks, first = self.blocks[name], computed[name]
+            drafts = tried.get(name, [])
+            tokens = self.tokens[name] + drafts
+            if self.placeholders and self.drafts and len(self.tokens[name]) > self.prompts[name]:
+                # The scheduler does not know yet how many drafts of the step before were taken.
+                first = min(first, len(self.tokens[name]) - 1)
             whose = name if name in self.traced else ""
             self.counts.setdefault(name, []).append(count)
             for position in range(first, first + count):
@@ -141,8 +184,8 @@ class Worker:
             if first + count < len(tokens):
                 sampled.append([])
                 continue
-            tokens.append(following(tokens))
-            sampled.append([tokens[-1]])
+            assert first + count == len(tokens), "a step of tokens that nobody has"
+            sampled.append(self._sample(name, drafts))
         names = list(scheduled)
         return ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=sampled
@@ -170,7 +213,12 @@ class Core:
         )
         assert isinstance(self.scheduler, AsyncScheduler) == (depth > 1)
         self.traced: set[str] = set()
-        self.worker = Worker(self.traced, second=config.use_v2_model_runner)
+        self.worker = Worker(
+            self.traced,
+            second=config.use_v2_model_runner,
+            drafts=config.num_speculative_tokens,
+            placeholders=depth > 1,
+        )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256) if config.cache_config.enable_prefix_caching else None
         self.queue: deque[Any] = deque()
@@ -181,10 +229,20 @@ class Core:
         self.steps: list[set[str]] = []
 
     def add(
-        self, name: str, prompt: list[int], count: int, priority: int = 0, *, traced: bool = False, lora: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        count: int,
+        priority: int = 0,
+        *,
+        traced: bool = False,
+        lora: int = 0,
+        forced: int = 0,
     ) -> None:
-        """A request; one that is traced as the adapter gives it to the engine."""
+        """A request; one that is traced as the adapter gives it to the engine. Its first `forced` tokens are given."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
+        if forced:
+            params.extra_args = {FORCED_ARG: [0] * forced}
         if traced:
             self.traced.add(name)
             params.extra_args = {BLOCK_ARG: b""}
@@ -214,6 +272,10 @@ class Core:
                     self.generated[output.request_id] += output.new_token_ids
                     if output.finish_reason is not None:
                         self.finished[output.request_id] = str(output.finish_reason)
+            if self.worker.drafts and self.depth == 1:
+                # As EngineCore does behind a step.
+                drafts = self.worker.drafted
+                self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def settle(self, limit: int = 200) -> None:
         for _ in range(limit):

@@ -55,6 +55,7 @@ __all__ = [
     "DecodedShared",
     "Delete",
     "Delta",
+    "Drafts",
     "Edit",
     "EditRecord",
     "EngineInfo",
@@ -521,6 +522,16 @@ class Versions(Message):
     weights: str = ""
 
 
+class Drafts(Message):
+    """Whether the engine drafts the tokens of an invoke, where it does speculative decoding.
+
+    `tokens` is how many tokens it drafts for a step at most. It is 0 if it drafts none, and `why` then says why.
+    """
+
+    tokens: int
+    why: str = ""
+
+
 class Accepted(Event, tag="accepted"):
     """An engine has taken the trace and vLLM has accepted its requests.
 
@@ -532,7 +543,8 @@ class Accepted(Event, tag="accepted"):
     The other lists have one item an invoke: `sampling` the sampling params as vLLM resolved them, `prompt_tokens` the
     number of tokens of the prompt, `prompt_token_ids` their ids, `prompt_token_strings` a string for each if the
     submission asked for them (`Submission.token_strings`), and `edits` the `(name, version)` of each standing
-    intervention that runs on the invoke. `code` is the hash of its block's code, `""` without a block.
+    intervention that runs on the invoke. `code` is the hash of its block's code, `""` without a block. `drafts` says
+    whether its tokens are drafted, on an engine with speculative decoding.
 
     `key` is the id of the key that signed the submission, and `tenant` the key's tenant; both are `""` if the
     submission was not signed. `library` is that of the submission: versions of the library's entries, by field.
@@ -557,6 +569,7 @@ class Accepted(Event, tag="accepted"):
     key: str = ""
     tenant: str = ""
     library: dict[str, str] = {}
+    drafts: list[Drafts] = []
 
 
 class ToolCallDelta(Message):

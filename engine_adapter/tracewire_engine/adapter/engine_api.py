@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tracewire_bus.wire.messages import ChatMessage, Failure, MessageDelta, Submission
+from tracewire_bus.wire.messages import ChatMessage, Drafts, Failure, MessageDelta, Submission
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.messages import Changes, Report
 
@@ -67,6 +67,8 @@ class Prepared(msgspec.Struct):
     reasoning: dict[str, Any] = {}
     #: The W3C trace context for vLLM's own spans, if vLLM makes any.
     context: dict[str, str] | None = None
+    #: Whether the tokens are drafted, if the engine drafts any.
+    drafts: Drafts | None = None
 
 
 class MessageParser(Protocol):

@@ -588,4 +588,5 @@ def _accepted(
         key="" if attempt.owner is None else attempt.owner.id,
         tenant=attempt.tenant,
         library=submission.library,
+        drafts=[request.prepared.drafts for request in requests if request.prepared.drafts is not None],
     )

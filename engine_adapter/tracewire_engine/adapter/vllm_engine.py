@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -20,10 +20,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tracewire_bus.domain.patch_checks import check_prompt
 from tracewire_bus.domain.span_attributes import w3c_context
 from tracewire_bus.domain.value_checks import DeclarationError
-from tracewire_bus.wire.messages import NO_MEDIA, Declared, Invoke, StopWhen, Submission
+from tracewire_bus.wire.messages import NO_MEDIA, Declared, Drafts, Invoke, StopWhen, Submission
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver, encode_changes
+from tracewire_engine.protocol.drafting import draft_slots
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     DECLARED_ARG,
@@ -199,6 +200,27 @@ def _live_arguments(submission: Submission, index: int, run: str) -> dict[str, A
     return {LIVE_ARG: submission.live, RUN_ARG: run} | ({} if schedule is None else {SCHEDULE_ARG: schedule})
 
 
+#: What keeps a request from being drafted, by the argument that stands for it.
+_UNDRAFTED = {
+    BLOCK_ARG: "a block runs once for each token",
+    DECLARED_ARG: "declared interventions run once for each token",
+    EDITS_ARG: "standing interventions run once for each token",
+}
+
+
+def _drafts(config: Any, arguments: Mapping[str, Any]) -> Drafts | None:
+    """Whether the scheduler lets vLLM draft the tokens of a request with these arguments; `None` if vLLM drafts none.
+
+    Args:
+        config: vLLM's, of speculative decoding.
+        arguments: Tracewire's, of the request.
+    """
+    if config is None:
+        return None
+    why = "; ".join(reason for name, reason in _UNDRAFTED.items() if name in arguments)
+    return Drafts(0 if why else config.num_speculative_tokens, why)
+
+
 class VllmEngine:
     """The `Engine` of an `AsyncLLM`. A call of vLLM may take `patience_s` seconds; then the engine counts as lost.
 
@@ -293,6 +315,7 @@ class VllmEngine:
             parsers=[*chat.parsers(params.n or 1)] if chat is not None else [],
             reasoning=chat.reasoning if chat is not None else {},
             context=w3c_context(submission.context) if self._has_spans else None,
+            drafts=_drafts(self.llm.vllm_config.speculative_config, extra_args),
         )
 
     def _lora(self, invoke: Invoke, where: str) -> Any:
@@ -337,7 +360,8 @@ class VllmEngine:
         return prompt, token_ids, rendered_chat
 
     def _bound_traced(self, tokens: int, where: str) -> None:
-        budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
+        config = self.llm.vllm_config
+        budget = config.scheduler_config.max_num_batched_tokens - draft_slots(config)
         if tokens > budget:
             raise Rejection(
                 f"{where}prompt",

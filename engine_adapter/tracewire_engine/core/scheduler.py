@@ -22,6 +22,8 @@ free; then paused requests are preempted first.
 vLLM sees an engine with nothing but paused requests as idle, and waits for messages. Before that, the scheduler makes
 one step without tokens, so that the workers report the last step that had tokens.
 
+With speculative decoding, traced requests are not drafted (`drafts.py`).
+
 With each step the scheduler tells the workers how many tokens each traced request has that ended since the last step.
 The request may have been in later steps too. An abort, and with async scheduling any end, comes while the next step is
 already running.
@@ -46,7 +48,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 
-from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, KEPT_BYTES, STEP_TOKENS
+from tracewire_engine.protocol.drafting import draft_slots
+from tracewire_engine.protocol.keys import KEPT_BYTES, STEP_TOKENS
+
+from .drafts import Drafting, is_plain, step_tokens
 
 __all__ = ["PausingAsyncScheduler", "PausingScheduler", "pausing_scheduler"]
 
@@ -66,7 +71,7 @@ _WAITING = ("waiting", "kv_holding_waiting", "skipped_waiting")
 _AS_IT_IS = nullcontext()
 
 
-class _Pausing:
+class _Pausing(Drafting):
     """The additions to either of vLLM's schedulers."""
 
     running: list[Any]
@@ -103,6 +108,8 @@ class _Pausing:
         self.tracewire_preemptions = self.tracewire_steps = 0
         #: How many tokens each traced request has that ended since the last step.
         self.tracewire_ends: dict[str, int] = {}
+        #: What vLLM's drafting model takes of a step's capacity for each request.
+        self._slots = draft_slots(self.vllm_config)
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         self._allocate = manager.allocate_slots
         # vLLM calls this for running and for waiting requests, so this is where a lack of free blocks shows.
@@ -119,7 +126,7 @@ class _Pausing:
         #: request are in the prefix cache; and the result of an allocation without new blocks.
         self._block_size, self._cached = 1, None
         self._nothing: Any = manager.empty_kv_cache_blocks
-        if self.vllm_config.speculative_config is None and _is_simple(manager):
+        if not self.tracewire_drafting and _is_simple(manager):
             (simple,) = coordinator.single_type_managers
             self._block_size, self._cached = simple.block_size, simple.num_cached_block
         self._cache = coordinator.cache_blocks
@@ -153,7 +160,7 @@ class _Pausing:
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Let vLLM plan the next step without paused requests, and add the messages for the workers to it."""
         with self._set_aside(), self._make_room():
-            output: Any = super().schedule(*args, **options)  # type: ignore[misc]
+            output: Any = super().schedule(*args, **options)
         self.tracewire_stepped = output.total_num_scheduled_tokens > 0
         self.tracewire_steps += self.tracewire_stepped
         # The workers read these before they write to any KV block.
@@ -168,7 +175,7 @@ class _Pausing:
         return {request.request_id: request.num_output_tokens for request in found if not request.is_finished()}
 
     def _free_request(self, request: Any, *args: Any, **options: Any) -> Any:
-        if not _is_plain(request):
+        if not is_plain(request):
             self.tracewire_ends[request.request_id] = request.num_output_tokens
         return super()._free_request(request, *args, **options)  # type: ignore[misc]
 
@@ -181,6 +188,8 @@ class _Pausing:
             "kept": len(self._still_kept()),
             "preemptions": self.tracewire_preemptions,
             "steps": self.tracewire_steps,
+            "drafted": self.tracewire_drafted,
+            "taken": self.tracewire_taken,
             # vLLM keeps block 0 to stand for no block.
             "blocks": pool.num_gpu_blocks - 1,
             "free_blocks": pool.get_num_free_blocks(),
@@ -271,13 +280,14 @@ class _Pausing:
         needed = request.num_tokens - request.num_computed_tokens
         before = list(self.running)
         going = [one for one in before if _tokens_left(one) <= 1]
-        if needed + len(going) > config.max_num_batched_tokens:
-            going = []
+        beside = sum(map(step_tokens, going))
+        if needed + beside + self._slots * (1 + len(going)) > config.max_num_batched_tokens:
+            going, beside = [], 0
         self.running = list(going)
         places = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
         limit = getattr(self, places)
         setattr(self, places, limit - (len(before) - len(going)))
-        self.max_num_scheduled_tokens = max(usual, needed + len(going))
+        self.max_num_scheduled_tokens = max(usual, needed + beside)
         config.long_prefill_token_threshold = 0
         try:
             yield
@@ -292,7 +302,7 @@ class _Pausing:
     def _victim(self) -> Any:
         """Take the request to preempt out of those set aside: the last plain one, or else the last."""
         aside = self.tracewire_aside
-        return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if _is_plain(aside[place])), -1))
+        return aside.pop(next((place for place in range(len(aside) - 1, -1, -1) if is_plain(aside[place])), -1))
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
         """Replaces vLLM's allocation of KV blocks for a request. It can also take the blocks of requests set aside.
@@ -302,7 +312,7 @@ class _Pausing:
         """
         # Called for each request in each step, so the common case comes out early.
         if request.status is not RequestStatus.RUNNING:
-            if not _is_plain(request) and self._is_cut(request, num_new_tokens, *args, **options):
+            if not is_plain(request) and self._is_cut(request, num_new_tokens, *args, **options):
                 self.tracewire_unfit = request
                 return None
             if request in self.tracewire_kept and request.num_computed_tokens:
@@ -329,7 +339,7 @@ class _Pausing:
             request.num_computed_tokens + num_new_computed_tokens + options.get("num_external_computed_tokens", 0)
         )
         left: int = request.num_tokens - computed
-        most: int = self.scheduler_config.max_num_batched_tokens
+        most: int = self.scheduler_config.max_num_batched_tokens - self._slots
         # A prompt that fits into no step is cut all the same, so that it does not block the queue for ever.
         return num_new_tokens < left <= most
 
@@ -347,7 +357,7 @@ class _Pausing:
 
     def _allocate_for(self, request: Any, *args: Any, **options: Any) -> Any:
         """Allocate KV blocks as vLLM does, and note those of a traced request."""
-        self._for_traced = not _is_plain(request)
+        self._for_traced = not is_plain(request)
         try:
             return self._allocate(request, *args, **options)
         finally:
@@ -381,7 +391,7 @@ class _Pausing:
         cached = self._cached
         if cached is not None and num_computed_tokens // self._block_size <= cached.get(request.request_id, 0):
             return
-        if _is_plain(request):
+        if is_plain(request):
             self._cache(request, num_computed_tokens)
 
     def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
@@ -392,7 +402,7 @@ class _Pausing:
         # known by then.
         settled = hasattr(request, "num_stale_output_tokens") or request.num_output_placeholders <= 1
         # vLLM sets `drop_stale_output` if the KV is no longer valid.
-        if not _is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
+        if not is_plain(request) and computed and settled and not options.get("drop_stale_output", False):
             held = self._held(request.request_id, computed)
         super()._preempt_request(request, *args, **options)  # type: ignore[misc]
         self.tracewire_preemptions += 1
@@ -461,15 +471,6 @@ def _tokens_left(request: Any) -> int:
     """How many tokens of a running request are still to be computed: 1 if it generates."""
     left: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return left
-
-
-def _is_plain(request: Any) -> bool:
-    plain: bool | None = getattr(request, "tracewire_plain", None)
-    if plain is None:
-        # Cached on the request, since each step asks this of each request.
-        arguments = getattr(request.sampling_params, "extra_args", None) or {}
-        plain = request.tracewire_plain = arguments.keys().isdisjoint((BLOCK_ARG, DECLARED_ARG, EDITS_ARG))
-    return plain
 
 
 class PausingScheduler(_Pausing, Scheduler):

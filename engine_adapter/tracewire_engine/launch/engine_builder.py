@@ -57,6 +57,7 @@ from tracewire_engine.protocol.keys import (
 
 from .model_digest import weights_digest
 from .parent_death import ADAPTER_PID
+from .speculation import speculation_problem
 
 __all__ = [
     "EngineModel",
@@ -123,8 +124,12 @@ def choose_runner(name: str) -> None:
 
 
 # whole: a table of settings
-def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
+def refuse_unsupported(arguments: AsyncEngineArgs, taps: Sequence[str] = ()) -> None:
     """Refuse settings of vLLM under which Tracewire would not work correctly. Called before anything is started.
+
+    Args:
+        arguments: vLLM's.
+        taps: patterns of the locations that CUDA graphs serve.
 
     Raises:
         UnsupportedSetting: names the first such setting.
@@ -140,11 +145,6 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
             "--hf-token",
             isinstance(getattr(arguments, "hf_token", None), str),
             "vLLM would hand this token to the workers, where blocks can read it; use --hf-token=TOKEN or HF_TOKEN",
-        ),
-        (
-            "--speculative-config",
-            bool(getattr(arguments, "speculative_config", None)),
-            "a step would sample several tokens, and a save could not be assigned to one of them",
         ),
         (
             "--data-parallel-size",
@@ -190,6 +190,8 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
     for option, present, reason in refused:
         if present:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
+    if problem := speculation_problem(arguments, taps, second=os.environ.get(_SECOND_RUNNER) == "1"):
+        raise UnsupportedSetting(f"--speculative-config: {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,8 +251,9 @@ def build_engine(
         UnsupportedSetting: Tracewire does not support the model or a setting.
     """
     settings = settings or WorkerSettings()
+    taps = list(taps)
     choose_runner(settings.model_runner)
-    refuse_unsupported(arguments)
+    refuse_unsupported(arguments, taps)
     _prepare_process()
     options = _engine_options(arguments, settings, loras or {})
     options["additional_config"] = {
@@ -367,7 +370,9 @@ def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
             )
         options["enable_prefix_caching"] = False
     if arguments.max_num_batched_tokens is None and arguments.enable_chunked_prefill is not False:
-        options["max_num_batched_tokens"] = max(_STEP_TOKENS, config.max_model_len)
+        # A drafting model takes places of a step beside those of the prompt.
+        drafted = (getattr(arguments, "speculative_config", None) or {}).get("num_speculative_tokens", 0)
+        options["max_num_batched_tokens"] = max(_STEP_TOKENS, config.max_model_len + drafted)
     return options
 
 

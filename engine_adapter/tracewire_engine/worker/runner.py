@@ -18,11 +18,15 @@ vLLM's runner calls the methods below at these points of a step, in this order.
 * `begin_rows`, when the order of the batch is known: blocks get their rows, declared interventions are planned.
 * `begin_sampling`, `serve_logits` and `serve_samples`: blocks see the logits and the samples.
 * `end_step`: the step is reported.
+
+With speculative decoding, a plain request can have several rows of logits and several samples in a step. The requests
+beside it have one row of each all the same, and these are the rows that are served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -121,7 +125,9 @@ class TracewireRunner(RunnerParts):
         book, states, model = self.tracewire_requests, self.request_states(), self.nnsight_model
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         pipeline = self.tracewire_pipeline
-        self._follow_plans(scheduled, order, states)
+        drafts: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
+        self.tracewire_logit_rows = _last_rows(drafts, order) if drafts else []
+        self._follow_plans(scheduled, order, states, drafts)
         if book.requests:
             book.refuse_cut(scheduled, states)
             book.scope(model, [(request_id, scheduled[request_id]) for request_id in order])
@@ -155,14 +161,18 @@ class TracewireRunner(RunnerParts):
         # vLLM runs a step without tokens when no request is left, so no later step would send the waiting reports.
         self.tracewire_reporter.send(wait=not scheduler_output.total_num_scheduled_tokens)
 
-    def _follow_plans(self, scheduled: dict[str, int], order: list[str], states: Mapping[str, Any]) -> None:
+    def _follow_plans(
+        self, scheduled: dict[str, int], order: list[str], states: Mapping[str, Any], drafts: Mapping[str, list[int]]
+    ) -> None:
         """Put the scheduled changes of the step into effect, and find the rows whose tokens are given."""
         book = self.tracewire_requests
         self.tracewire_forced = []
         if not book.scheduled and not book.forced:
             return
         planned = book.scheduled.keys() | book.forced.keys()
-        indices = {name: _token_index(states[name], scheduled[name]) for name in order if name in planned}
+        # The first token that a request samples. A request whose tokens are given can have drafts that no one takes.
+        own = {name: scheduled[name] - len(drafts.get(name, ())) for name in order if name in planned}
+        indices = {name: _token_index(states[name], count) for name, count in own.items()}
         book.advance(indices)
         self.tracewire_forced = [
             (row, tokens[indices[name]])
@@ -239,18 +249,35 @@ class TracewireRunner(RunnerParts):
         self.tracewire_unwatched = stepped and not self.tracewire_forced and self._skip_sampling_phases()
 
     def serve_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Serve the logits `[requests, vocabulary]` to blocks, and return those from which the model shall sample."""
+        """Serve the logits `[rows, vocabulary]` to blocks, and return those from which the model shall sample.
+
+        There is a row for each request, or of a step with drafts `tracewire_logit_rows` of them are served.
+        """
         if self.tracewire_unwatched:
             return logits
-        served = logits
+        rows = torch.tensor(self.tracewire_logit_rows, device=logits.device) if self.tracewire_logit_rows else None
+        served = given = logits if rows is None else logits[rows]
         # A block that stops in its turn leaves this context early, and the logits stay as they were.
         with self._still_running():
-            served = type(self.nnsight_model).logits.provide(self.nnsight_model, logits)
+            served = type(self.nnsight_model).logits.provide(self.nnsight_model, given)
+        if rows is not None:
+            return logits.index_copy(0, rows, served)
         # A copy, since the sampler scales logits in place and blocks may have saved views of these.
         return served.clone() if self.tracewire_requests.requests else served
 
     def serve_samples(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Serve the sampled token ids `[requests, 1]` to blocks, and return those with which the model goes on.
+        """Serve the sampled token ids to blocks, and return those with which the model goes on.
+
+        Args:
+            drawn: one id for each request, `[requests, 1]`. In a step with drafts there are more columns, and the
+                first is served.
+        """
+        if drawn.shape[1] == 1:
+            return self._serve_first(drawn)
+        return torch.cat((self._serve_first(drawn[:, :1]), drawn[:, 1:]), dim=1)
+
+    def _serve_first(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Serve the sampled token ids `[requests, 1]` to blocks, and return those that count.
 
         Where a request's submission gives the token of this step, blocks are served that one.
         """
@@ -359,6 +386,11 @@ class TracewireRunner(RunnerParts):
                 mediator.halt(error)
             if mediator is None and request is not None and not key.name:
                 request.error = request.error or failure
+
+
+def _last_rows(drafts: Mapping[str, list[int]], order: list[str]) -> list[int]:
+    """The last row of each request among the logits of a step with drafts: a row for each draft, and one more."""
+    return list(accumulate((1 + len(drafts.get(name, ())) for name in order), initial=-1))[1:]
 
 
 def _token_index(state: Any, tokens: int) -> int:

@@ -130,6 +130,8 @@ class RunnerParts:
         self.tracewire_changed: list[LiveRun] = []
         #: The rows of the step whose tokens submissions give, each with its token.
         self.tracewire_forced: list[tuple[int, int]] = []
+        #: Of a step with drafts, the row of each request among the logits that is served; else empty.
+        self.tracewire_logit_rows: list[int] = []
         self.tracewire_preempted: PreemptedKVCache | None = None
         self.tracewire_blocks: KVBlocks | None = None
         self._prepare_reports(address, check_collect=bool(config.get(CHECK_COLLECT)))

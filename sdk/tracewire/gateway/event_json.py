@@ -115,6 +115,7 @@ def _accepted(event: Accepted, form: Form, trace_id: str) -> dict[str, Any]:
         "live": to_json(event.live, form, trace_id),
         "edits": [[{"name": name, "version": version} for name, version in one] for one in event.edits],
         "versions": msgspec.to_builtins(event.versions),
+        "drafts": msgspec.to_builtins(event.drafts),
     }
 
 

@@ -232,6 +232,13 @@ class InstalledEdit(Form):
     version: int
 
 
+class DraftedPrompt(Form):
+    """How many tokens an engine with speculative decoding drafts for a step of a prompt, and why none."""
+
+    tokens: int
+    why: str
+
+
 class AcceptedTrace(Form):
     """An engine's acceptance of a trace. Lists have an item for each prompt."""
 
@@ -249,6 +256,7 @@ class AcceptedTrace(Form):
     live: dict[str, Any]
     edits: list[list[InstalledEdit]]
     versions: Versions
+    drafts: list[DraftedPrompt]
 
 
 class TraceChoiceBase(Form):

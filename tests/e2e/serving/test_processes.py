@@ -30,7 +30,11 @@ async def own_bus() -> AsyncIterator[str]:
         (["--stream-interval", "4"], {}, "--stream-interval"),
         (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),
         (["--hf-tok", "abbreviated"], {}, "--hf-token"),
-        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, "--speculative-config"),
+        (
+            ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+            {},
+            "--speculative-config: method is 'eagle'; expected ngram",
+        ),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         (
             [],

@@ -170,9 +170,12 @@ class _Plan:
         self.declarations: list[tuple[Declaration, int, int]] = []
         self.req_ids: list[str] = []
         self.computed: list[int] = []
+        #: How many tokens each has in the step, and the places of those with declared interventions.
+        self.counts: list[int] = []
+        self.places: list[int] = []
         #: Whether any request of the step reads.
         self.reads = False
-        #: Whether the next step may have the same plan: every request generates.
+        #: Whether the next step may have the same plan: every request with declared interventions generates.
         self.steady = False
         self.steps = 0
         self.layout: Layout | None = None
@@ -315,13 +318,15 @@ class DeclaredRequests:
         self.total = total
         plan = self.plan
         computed = [states[request_id].num_computed_tokens for request_id in req_ids]
+        counts = [scheduled.get(request_id, 0) for request_id in req_ids]
         if (
             plan is None
             or self.stale
             or not plan.steady
-            or total != len(req_ids)
             or plan.req_ids != req_ids
-            or [count + 1 for count in plan.computed] != computed
+            # With speculative decoding, a request beside these can have several tokens.
+            or plan.counts != counts
+            or any(computed[place] != plan.computed[place] + 1 for place in plan.places)
         ):
             plan = self.plan = self._build(req_ids, scheduled, total, states, computed)
             self.stale = False
@@ -399,6 +404,8 @@ class DeclaredRequests:
     ) -> _Plan:
         plan = _Plan()
         plan.req_ids, plan.computed, plan.steady = list(req_ids), computed, True
+        plan.counts = [scheduled.get(request_id, 0) for request_id in req_ids]
+        plan.places = [place for place, request_id in enumerate(req_ids) if request_id in self.live]
         if self.plan is not None:
             for earlier, position, _ in self.plan.declarations:
                 earlier.seen = max(earlier.seen, position + self.plan.steps)

@@ -10,7 +10,7 @@ import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.worker.blocks.live_params import LiveRun
-from tracewire_engine.worker.runner import TracewireRunner
+from tracewire_engine.worker.runner import TracewireRunner, _last_rows
 
 
 def test_a_change_is_told_of_with_the_token_that_its_step_samples() -> None:
@@ -54,7 +54,7 @@ def test_given_tokens_replace_the_rows_of_their_steps() -> None:
     order = ["d", "b", "a", "c", "e"]
     states = {"a": _state(0, 4), "b": _state(6, 5), "c": _state(9, 3), "d": _state(0, 2), "e": _state(0, 8)}
     scheduled = {"a": 4, "b": 1, "c": 1, "d": 2, "e": 3}
-    runner._follow_plans(scheduled, order, states)
+    runner._follow_plans(scheduled, order, states, {})
     assert runner.tracewire_forced == [(1, 9), (2, 5)]
     assert runner.advanced == {"a": 0, "b": 2, "c": 7, "e": -5}
     drawn = torch.tensor([[40], [41], [42], [43], [44]], dtype=torch.int32)
@@ -67,12 +67,26 @@ def test_given_tokens_replace_the_rows_of_their_steps() -> None:
 
 def test_a_step_without_plans_costs_nothing() -> None:
     runner = _Planned({}, {})
-    runner._follow_plans({"a": 1}, ["a"], {})
+    runner._follow_plans({"a": 1}, ["a"], {}, {})
     assert runner.tracewire_forced == []
     assert runner.advanced == {}
 
 
 def test_scheduled_requests_are_told_their_tokens() -> None:
     runner = _Planned({}, {"a": object()})
-    runner._follow_plans({"a": 1, "b": 1}, ["b", "a"], {"a": _state(7, 4), "b": _state(1, 1)})
+    runner._follow_plans({"a": 1, "b": 1}, ["b", "a"], {"a": _state(7, 4), "b": _state(1, 1)}, {})
     assert runner.advanced == {"a": 4}
+
+
+def test_tokens_are_given_in_steps_with_drafts_of_others() -> None:
+    """`a` is drafted. `b` gets its second token, and has placeholders in the place of drafts, which nobody takes."""
+    runner = _Planned({"b": [7, 8]}, {})
+    states = {"a": _state(9, 4), "b": _state(6, 6)}
+    runner._follow_plans({"a": 3, "b": 3}, ["a", "b"], states, {"a": [50, 51], "b": [-1, -1]})
+    assert runner.tracewire_forced == [(1, 8)]
+    drawn = torch.tensor([[40, 41, -1], [42, -1, -1]], dtype=torch.int32)
+    assert runner.serve_samples(drawn).tolist() == [[40, 41, -1], [8, -1, -1]]
+
+
+def test_the_last_row_of_each_request_is_served_of_a_step_with_drafts() -> None:
+    assert _last_rows({"a": [5, 6], "c": [7]}, ["a", "b", "c", "d"]) == [2, 3, 5, 6]

@@ -53,3 +53,27 @@ def test_the_same_batch_again_costs_no_new_plan() -> None:
         for request in requests:
             request.state.num_computed_tokens += 1
     assert len(plans) == 1
+
+
+def test_a_plan_is_made_anew_when_a_request_beside_it_has_other_tokens() -> None:
+    """A drafted request has several tokens in a step, and may get one further by it."""
+    rng = random.Random(5)
+    declared = DeclaredRequests(torch.device("cpu"))
+    request = Request("declared", rng)
+    request.state.num_computed_tokens = request.prompt
+    run = LiveRuns().join("run", pack(request.live), request.name, request.name, 0)
+    declared.add(request.name, Declaration(request.name, 0, request.encoded, run, declared.decoded))
+    plain = Request("plain", rng)
+    plain.state.num_computed_tokens = plain.prompt
+    plans = []
+    for tokens in (4, 4, 1, 1, 2):
+        states = {"plain": plain.state, request.name: request.state}
+        declared.begin(list(states), {"plain": tokens, request.name: 1}, tokens + 1, states)
+        plans.append(declared.plan)
+        for stage in declared.hooks.values():
+            stage.run((torch.randn(tokens + 1, HIDDEN), torch.randn(tokens + 1, HIDDEN)))
+        declared.collect(lambda values: values @ HEAD.T)
+        # None of the drafts was taken.
+        plain.state.num_computed_tokens += 1
+        request.state.num_computed_tokens += 1
+    assert [plans.index(plan) for plan in plans] == [0, 0, 2, 2, 4]

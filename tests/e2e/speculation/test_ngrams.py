@@ -1,0 +1,166 @@
+"""Speculative decoding by n-grams: plain requests are drafted, traced ones are not, and all come to the same."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import tracewire
+from tests.support.blocks import parallel as blocks
+from tests.support.engine_inside import counts, engine_inside, forgotten
+from tests.support.engine_process import EngineProcess
+from tests.support.parallel.scenarios import SCENARIOS, outcome, same
+from tests.support.speculation import GREEDY, NGRAM, Compared, drafting, text, without_drafts
+from tracewire import Client, Live, Model, Steer
+from tracewire_bus.wire.messages import Drafts
+
+#: The scenarios that are not run in each session: all of them are, marked `full`.
+_SOON = ("logits_and_samples", "forced_tokens", "rests", "live", "declared_stop")
+
+
+@pytest.fixture(scope="module")
+async def drafted(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
+    """An engine that drafts by n-grams."""
+    async with engine_inside(speculative_config=NGRAM, max_num_seqs=64, kv_cache_memory_bytes=256 << 20) as served:
+        yield served
+        await forgotten(served[0])
+
+
+@pytest.fixture
+async def ours(drafted: tuple[Any, str]) -> AsyncIterator[Client]:
+    """A client of it."""
+    async with tracewire.connect(drafted[1]) as client:
+        yield client
+
+
+@pytest.fixture
+async def model_of_ours(ours: Client) -> Model:
+    """Its model."""
+    return await ours.models.get("demo", timeout=60)
+
+
+async def compared(ours: Client, theirs: Client, count: int, at_once: int, tokens: int) -> None:
+    """Requests come to the same on an engine with drafts and on one without."""
+    found = []
+    for client in (ours, theirs):
+        one = Compared(client, await client.models.get("demo", timeout=60), tokens)
+        await one.run(count, at_once)
+        found.append(one.found)
+    for number in range(count):
+        (tokens_here, saves_here, drafts), (tokens_there, saves_there, none) = found[0][number], found[1][number]
+        assert tokens_here == tokens_there, number
+        assert not same(saves_there, saves_here), number
+        assert none == []
+        assert [one.tokens for one in drafts] == [0 if without_drafts(number) else 3]
+
+
+async def test_traced_requests_beside_drafted_ones_come_to_what_they_do_without(
+    drafted: tuple[Any, str], ours: Client, engine: EngineProcess, client: Client
+) -> None:
+    before = await counts(drafted[0])
+    await compared(ours, client, 24, 12, 20)
+    after = await counts(drafted[0])
+    assert after["drafted"] - before["drafted"] > 24
+    assert after["taken"] > before["taken"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _SOON else pytest.param(name, marks=pytest.mark.full) for name in SCENARIOS]
+)
+async def test_each_scenario_beside_drafted_requests(
+    name: str, drafted: tuple[Any, str], ours: Client, model_of_ours: Model, client: Client
+) -> None:
+    async with drafting(drafted[0], ours, model_of_ours) as drafts:
+        here = await SCENARIOS[name](ours, model_of_ours)
+    there = await SCENARIOS[name](client, await client.models.get("demo", timeout=60))
+    assert not same(there, here)
+    assert drafts["drafted"] > 0
+
+
+async def test_accepted_says_what_is_drafted_and_why_not(ours: Client, model_of_ours: Model) -> None:
+    edits = ours.edits("demo")
+    found = []
+    steer = Steer("residual(4)", [0.0] * 256, scale=Live("alpha"))
+    for options in (
+        {},
+        {"block": blocks.fed},
+        {"interventions": [steer], "live": {"alpha": 0.0}},
+        {"block": blocks.fed, "interventions": [steer], "live": {"alpha": 0.0}},
+    ):
+        async with ours.trace(model_of_ours, text(1), **options, **GREEDY, max_tokens=2) as trace:
+            await trace.result()
+            found += (await ours.get_state(trace.id)).accepted.drafts
+    await edits.install("calm", blocks.fed)
+    try:
+        async with ours.trace(model_of_ours, text(1), **GREEDY, max_tokens=2) as trace:
+            await trace.result()
+            found += (await ours.get_state(trace.id)).accepted.drafts
+    finally:
+        await edits.clear()
+    block, declared = "a block runs once for each token", "declared interventions run once for each token"
+    assert found == [
+        Drafts(3),
+        Drafts(0, block),
+        Drafts(0, declared),
+        Drafts(0, f"{block}; {declared}"),
+        Drafts(0, "standing interventions run once for each token"),
+    ]
+
+
+async def test_a_drafted_trace_is_paused_cancelled_and_given_its_first_tokens(
+    drafted: tuple[Any, str], ours: Client, model_of_ours: Model, client: Client
+) -> None:
+    theirs = await client.models.get("demo", timeout=60)
+    plain = {"prompt": text(2), "max_tokens": 60}
+    async with ours.trace(model_of_ours, text(2), **GREEDY, max_tokens=60) as trace:
+        async for output in trace.outputs():
+            if output.index > 20:
+                break
+        assert await trace.pause()
+        await trace.resume()
+        paused = await trace.result()
+    assert same((await outcome(client, theirs, **plain))["choices"][0][0], paused.token_ids) == []
+    first = [11, 12, 13, 11, 12, 13, 11, 12]
+    for options in ({"forced_tokens": first}, {"prompt_logprobs": 2, "logprobs": 2}, {"stop": ["\n\n"]}):
+        before = await counts(drafted[0])
+        here = await outcome(ours, model_of_ours, **plain, **options)
+        there = await outcome(client, theirs, **plain, **options)
+        assert [one[0] for one in here["choices"]] == [one[0] for one in there["choices"]], options
+        assert here["choices"][0][2] == there["choices"][0][2], options
+        assert (await counts(drafted[0]))["drafted"] > before["drafted"], options
+        if "forced_tokens" in options:
+            assert here["choices"][0][0][: len(first)] == first
+    # Drafts change what a seed draws.
+    drawn = await outcome(ours, model_of_ours, **plain, n=2, temperature=0.8, seed=3)
+    assert [len(one[0]) for one in drawn["choices"]] == [60, 60]
+
+
+async def test_a_drafted_constraint_holds(
+    drafted: tuple[Any, str], ours: Client, model_of_ours: Model, client: Client
+) -> None:
+    theirs = await client.models.get("demo", timeout=60)
+    asked = {"structured_outputs": {"regex": "(ab|cd){12}"}, "temperature": 0.0, "max_tokens": 40}
+    texts = []
+    for one, served in ((ours, model_of_ours), (client, theirs)):
+        async with one.trace(served, text(3), **asked) as trace:
+            texts.append((await trace.result()).text)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 24
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+async def test_500_requests_come_to_the_same_with_and_without_drafts(
+    drafted: tuple[Any, str], ours: Client, engine: EngineProcess, client: Client
+) -> None:
+    before = await counts(drafted[0])
+    await compared(ours, client, 500, 32, 24)
+    after = await counts(drafted[0])
+    proposed, taken = (after[name] - before[name] for name in ("drafted", "taken"))
+    assert proposed > 500
+    print(f"{taken} of {proposed} drafted tokens were taken ({taken / proposed:.2f})")
+    assert taken / proposed > 0.1

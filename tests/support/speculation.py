@@ -1,0 +1,90 @@
+"""Engines that draft tokens, and what is asked of them beside an engine that does not."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from tests.support.blocks import parallel as blocks
+from tests.support.engine_inside import counts
+from tracewire import Client, Model, Probe
+
+__all__ = ["GREEDY", "NGRAM", "Compared", "drafting", "text", "without_drafts"]
+
+#: n-grams of the text so far, which need no other model.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+_TEXTS = (
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    print(j)\n",
+    "import os\nimport sys\nimport re\nimport json\n",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef",
+    "The module provides a file object. The module provides",
+    "class A:\n    def __init__(self):\n        self.a = 1\n\nclass B:\n    def",
+)
+
+
+def text(number: int) -> str:
+    """A text that repeats itself, so that what comes next can be drafted; another one for each number."""
+    return f"# {number}\n{_TEXTS[number % len(_TEXTS)]}"
+
+
+class Compared:
+    """What a number of requests came to on an engine: every second plain, of the others every second with a block."""
+
+    def __init__(self, client: Client, model: Model, tokens: int) -> None:
+        self._client, self._model, self._tokens = client, model, tokens
+        #: By number: the tokens, the saves, and what `Accepted` said of drafts.
+        self.found: dict[int, tuple[list[int], Any, list[Any]]] = {}
+
+    async def run(self, count: int, at_once: int) -> None:
+        """Run so many requests."""
+        room = anyio.Semaphore(at_once)
+        async with anyio.create_task_group() as group:
+            for number in range(count):
+                await room.acquire()
+                group.start_soon(self._one, number, room)
+
+    async def _one(self, number: int, room: anyio.Semaphore) -> None:
+        block = blocks.logits_and_samples if number % 4 == 1 else None
+        declared = [Probe("stream", "residual(5)", reduce="norm")] if number % 4 == 3 else []
+        sampling = {**GREEDY, "max_tokens": self._tokens + number % 7}
+        try:
+            async with self._client.trace(
+                self._model, text(number), block, interventions=declared, **sampling
+            ) as trace:
+                result = await trace.result()
+                state = await self._client.get_state(trace.id)
+        finally:
+            room.release()
+        self.found[number] = result.token_ids, result.saves, state.accepted.drafts
+
+
+def without_drafts(number: int) -> bool:
+    """Whether a request of `Compared` has a block or declared interventions."""
+    return bool(number % 2)
+
+
+@asynccontextmanager
+async def drafting(engine: Any, client: Client, model: Model) -> AsyncIterator[dict[str, int]]:
+    """Two plain traces, which are drafted, run meanwhile. How many drafts there were stands in what is given."""
+    found: dict[str, int] = {}
+    before = await counts(engine)
+
+    async def beside(number: int) -> None:
+        async with client.trace(model, text(number), **GREEDY, max_tokens=1900) as trace:
+            await trace.result()
+
+    async with anyio.create_task_group() as group:
+        for number in range(2):
+            group.start_soon(beside, number)
+        yield found
+        group.cancel_scope.cancel()
+    after = await counts(engine)
+    found.update({name: after[name] - before[name] for name in ("drafted", "taken", "steps")})
