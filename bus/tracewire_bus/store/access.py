@@ -63,7 +63,7 @@ _CONTROLLER: Final = _Rights(
         # A cluster finds the slot of control streams by the name without an engine.
         *("RW {t*}:control:", "W {t*}:control:*"),
         *(f"RW {{*}}:queue:{part}" for part in _QUEUE),
-        *("W {*}:queue:data", "RW {*}:submitted:OWN", "RW lease:*", "RW vector:*"),
+        *("W {*}:queue:data", "RW {*}:submitted:OWN", "RW lease:OWN", "RW vector:*"),
         *(f"RW {{library}}:library:{part}:OWN" for part in _LIBRARY),
         *("R {*}:edit-saves:*", *_SHARED, *_REGISTRY),
     ),

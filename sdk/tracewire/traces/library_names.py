@@ -96,10 +96,12 @@ class NamedArrays:
     ) -> tuple[list[Declared], dict[str, str]]:
         """Interventions with arrays in place of names, and the version of each entry by the field that named it.
 
-        A name without a tenant is looked for in `space`, and then in the shared space.
+        A name without a tenant is looked for in `space`, and then in the shared space. A trace in a space names no
+        entry of another one.
 
         Raises:
-            TraceRejected: there is no such entry, or it does not fit the field, the model or the location.
+            TraceRejected: there is no such entry, it is another tenant's, or it does not fit the field, the model or the
+                location.
             BusUnavailable: Redis does not answer.
         """
         found: list[Declared] = list(interventions)
@@ -125,6 +127,11 @@ class NamedArrays:
         asked = parsed(text)
         if asked is None:
             raise TraceRejected(field, f"expected an array, or {_FORM}, got {text[:80]!r}")
+        if space and asked.space not in ("", space):
+            # A gateway's user of Redis reads the entries of all tenants.
+            raise TraceRejected(
+                field, f"expected an entry of the trace's tenant {space!r} or a shared one, got {text[:80]!r}"
+            )
         library = self._open_bus().library
         spaces = [asked.space] if asked.space else [*dict.fromkeys((space, ""))]
         for one in spaces:

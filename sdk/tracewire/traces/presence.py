@@ -56,8 +56,10 @@ class Presence:
         self._lease_s = lease_s
         # The name ends in the lease's length, from which engines know when to give the client up.
         self._lease = f"{secrets.token_hex(12)}.{lease_s:g}"
-        self._has_lease = False
-        #: When the client last asked Redis for the lease, by the event loop's clock.
+        #: The leases that the client holds: one for each tenant of its traces, since the users of Redis of a tenant may
+        #: use the leases of that tenant only.
+        self._held: set[str] = set()
+        #: When the client last asked Redis for a lease, by the event loop's clock.
         self._renewed_at = -math.inf
         #: Set when Redis has answered the task that asks for the lease.
         self._lease_request: anyio.Event | None = None
@@ -100,25 +102,26 @@ class Presence:
             self._recoveries[model] = self._bus.recovery(model)
         self._start_tasks()
 
-    async def lease(self) -> str:
-        """The name of the client's lease, which the client renews from now on."""
+    async def lease(self, tenant: str = "") -> str:
+        """The name of the client's lease for traces of this tenant, which the client renews from now on."""
+        name = f"{tenant}:{self._lease}" if tenant else self._lease
         if self._lease_request is not None:
             await self._lease_request.wait()
-        if self._has_lease:
-            return self._lease
+        if name in self._held:
+            return name
         # The task that asked before has failed, or no task has asked yet.
         asked = self._lease_request = anyio.Event()
         try:
-            self._renewed_at = anyio.current_time()
-            await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3)
+            if not self._held:
+                self._renewed_at = anyio.current_time()
+            await self._bus.leases.renew(name, self._lease_s * 2 / 3)
         finally:
             asked.set()
             if self._lease_request is asked:
                 self._lease_request = None
-        if not self._has_lease:
-            self._has_lease = True
-            self._start_tasks()
-        return self._lease
+        self._held.add(name)
+        self._start_tasks()
+        return name
 
     def watch_deadline(self, trace_id: str, seconds: float) -> None:
         """Have the bus end a trace `seconds` from now, unless an engine has."""
@@ -127,17 +130,18 @@ class Presence:
         self._changed.set()
 
     async def aclose(self) -> None:
-        """Release the lease, which ends all traces that depend on it."""
+        """Release the leases, which ends all traces that depend on them."""
         self._closed = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             await task.aclose()
-        if self._has_lease:
+        if self._held:
             with anyio.move_on_after(2, shield=True):
                 try:
-                    await self._bus.leases.release(self._lease)
+                    for name in self._held:
+                        await self._bus.leases.release(name)
                 except BusError as error:
-                    logger.debug("the lease could not be given up, and ends by itself: %s", error)
+                    logger.debug("a lease could not be given up, and ends by itself: %s", error)
 
     def _start_tasks(self) -> None:
         if not self._tasks and not self._closed:
@@ -153,7 +157,7 @@ class Presence:
         link = self._bus.link()
         try:
             while True:
-                if not self._has_lease:
+                if not self._held:
                     await anyio.sleep(every)
                     continue
                 await anyio.sleep(max(_MARGIN_S, self._renewed_at + every - anyio.current_time()))
@@ -161,7 +165,8 @@ class Presence:
                 try:
                     # A connection that does not answer for so long is replaced by the next attempt.
                     with anyio.move_on_after(every * 2):
-                        await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3, link)
+                        for name in sorted(self._held):
+                            await self._bus.leases.renew(name, self._lease_s * 2 / 3, link)
                 except BusError as error:
                     logger.warning("a client's lease could not be renewed: %s", error)
         finally:

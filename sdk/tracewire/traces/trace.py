@@ -169,7 +169,7 @@ class Trace(EventStream[Item]):
             submission = msgspec.structs.replace(submission, context=self._span.begin(submission))
         if not submission.detach:
             with bus_errors():
-                submission = msgspec.structs.replace(submission, lease=await presence.lease())
+                submission = msgspec.structs.replace(submission, lease=await presence.lease(space_of(self.id)))
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
         submission = await with_saved_arrays(submission)

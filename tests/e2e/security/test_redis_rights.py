@@ -154,6 +154,9 @@ async def test_a_tenant_reaches_nobody_elses_traces(version: str) -> None:
         await refused(red.command("XADD", keys.events(trace), "*", "d", "forged"))
         await refused(red.command("DEL", keys.events(trace)))
         await refused(red.command("HSET", keys.record(trace), "l:alpha", "x"))
+        # The lease of another tenant's client, without which engines cancel the client's traces.
+        await refused(red.leases.release("blue:0f.15"))
+        await refused(red.leases.renew("blue:0f.15", 1))
         # Another tenant's name for a trace of one's own.
         await refused(red.submit(submission("blue:2", client="red"), 10))
         # A registry with a forged engine, dead letters, edits, draining.

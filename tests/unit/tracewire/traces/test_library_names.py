@@ -178,6 +178,11 @@ async def test_a_tenants_trace_finds_its_own_and_then_the_shared_ones(client: Cl
         await run(client, *steers[:1], trace_id="blue:1")
     assert list(taken.submissions[0].library.values()) == ["red:calm@1", "shared@1", "red:calm@1"]
     assert list(taken.submissions[1].library.values()) == ["calm@1"]
+    # Whoever may read the entries of all tenants does not mix them.
+    await client.library.put("blue:calm", VECTOR)
+    error = await refused(client, Steer("residual(1)", "blue:calm"), trace_id="red:2")
+    assert error.field == "interventions[0].vector"
+    assert "expected an entry of the trace's tenant 'red' or a shared one, got 'blue:calm'" in str(error)
 
 
 async def test_an_array_is_fetched_from_redis_once(

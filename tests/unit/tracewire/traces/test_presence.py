@@ -100,6 +100,22 @@ async def test_a_lease_that_is_asked_for_in_vain_is_asked_for_again(client: Clie
     assert await bus.command("KEYS", bus.keys.lease("*")) == [bus.keys.lease(found[0]).encode()]
 
 
+async def test_a_lease_is_of_one_tenant(bus: Bus) -> None:
+    presence = Presence(bus, 0.6)
+    names = [await presence.lease(tenant) for tenant in ("", "red", "blue", "red")]
+    assert names == [names[0], f"red:{names[0]}", f"blue:{names[0]}", f"red:{names[0]}"]
+    kept = {*names}
+
+    async def all_are_renewed() -> bool:
+        left = [await bus.command("PTTL", bus.keys.lease(name)) for name in kept]
+        return min(left) > 350
+
+    await bus.commands(*(("PEXPIRE", bus.keys.lease(name), 300) for name in kept))
+    await until(all_are_renewed)
+    await presence.aclose()
+    assert not await bus.leases.held([*kept])
+
+
 PATIENCE = 60
 
 
