@@ -406,6 +406,18 @@ class EditList(Form):
     data: list[StandingEdit]
 
 
+class RecordedTrace(Form):
+    """A recording of a trace. `events` are those of the trace's stream, `engine` is that of its last attempt."""
+
+    trace_id: str
+    model: str
+    made_at: float
+    made_by: str
+    complete: bool
+    engine: dict[str, Any]
+    events: list[dict[str, Any]]
+
+
 class LibraryEntry(Form):
     """A version of a name in the library. `removed` and `removed_by` say when and by which client it was removed.
 
@@ -487,6 +499,7 @@ _FORMS = (
         DrainingEngine,
         EditList,
         StandingEdit,
+        RecordedTrace,
         LibraryEntry,
         LibraryList,
         RemovedEntries,
