@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from tracewire.errors import BlockError
 
-from .source import FunctionSource, dedent, end_of, parse_file
+from .source import FunctionSource, dedent, end_of, is_global, parse_file
 
 __all__ = ["ClassSource", "class_names", "find_class"]
 
@@ -110,7 +110,7 @@ def _collect(table: symtable.SymbolTable, names: set[str], *, running: bool, eag
         running = False
     if running == eager:
         for symbol in table.get_symbols():
-            known = symbol.is_global() if table.get_type() != "module" else not symbol.is_assigned()
+            known = is_global(symbol) if table.get_type() != "module" else not symbol.is_assigned()
             if symbol.is_referenced() and known:
                 names.add(symbol.get_name())
     for child in table.get_children():

@@ -25,7 +25,7 @@ import msgspec
 from tracewire.errors import BlockError
 from tracewire_bus.domain.python_source import parse_source
 
-__all__ = ["SOURCES_KEPT", "FunctionSource", "dedent", "end_of", "find", "parse_file"]
+__all__ = ["SOURCES_KEPT", "FunctionSource", "dedent", "end_of", "find", "is_global", "parse_file"]
 
 _ANNOTATIONS = __future__.annotations.compiler_flag
 
@@ -431,9 +431,15 @@ def _imports(nodes: Iterable[ast.AST]) -> dict[str, list[tuple[str, str | None]]
 def _collect(table: symtable.SymbolTable, names: set[str]) -> None:
     if "annotation" in str(table.get_type()):
         return
-    names.update(symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
+    names.update(symbol.get_name() for symbol in table.get_symbols() if is_global(symbol) and symbol.is_referenced())
     for child in table.get_children():
         _collect(child, names)
+
+
+def is_global(symbol: symtable.Symbol) -> bool:
+    """Whether a name of a function is one of its module. `Symbol.is_global` says so of all names that a `top` binds."""
+    bound = symbol.is_assigned() or symbol.is_parameter() or symbol.is_imported()
+    return symbol.is_global() and (symbol.is_declared_global() or not bound)
 
 
 def dedent(lines: list[bytes], column: int) -> str:

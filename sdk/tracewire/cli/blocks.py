@@ -7,10 +7,11 @@ from importlib import util
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from tracewire.capture.intervention import Intervention
 
-__all__ = ["BLOCK", "load_block"]
+__all__ = ["BLOCK", "load_block", "load_function"]
 
 #: The form of the option.
 BLOCK = "FILE.py[::NAME]"
@@ -23,6 +24,31 @@ def load_block(where: str) -> Intervention:
         ValueError: there is no such file, or no such block in it.
     """
     path, name = _split(where)
+    found = {key: value for key, value in _executed(path).items() if isinstance(value, Intervention)}
+    if not name and len(found) == 1:
+        return next(iter(found.values()))
+    if name in found:
+        return found[name]
+    there = ", ".join(sorted(found)) or "none"
+    asked = f"no intervention {name!r}" if name else "several interventions, or none: name one, as FILE.py::NAME"
+    raise ValueError(f"{path} has {asked} (it has: {there}); @tracewire.intervention makes a function one")
+
+
+def load_function(where: str) -> Any:
+    """The function of a Python file that `where` names: `FILE.py::NAME`. Executes the file.
+
+    Raises:
+        ValueError: there is no such file, or no such function in it.
+    """
+    path, name = _split(where)
+    found = _executed(path).get(name)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {name!r}")
+    return found
+
+
+def _executed(path: Path) -> dict[str, Any]:
+    """The names that a Python file defines."""
     if not path.is_file():
         raise ValueError(f"expected a Python file, got {str(path)!r} (the form is {BLOCK})")
     name_of_module = f"tracewire_block_{path.stem}"
@@ -37,14 +63,7 @@ def load_block(where: str) -> Intervention:
         loader.exec_module(module)
     finally:
         sys.path.remove(folder)
-    found = {key: value for key, value in vars(module).items() if isinstance(value, Intervention)}
-    if not name and len(found) == 1:
-        return next(iter(found.values()))
-    if name in found:
-        return found[name]
-    there = ", ".join(sorted(found)) or "none"
-    asked = f"no intervention {name!r}" if name else "several interventions, or none: name one, as FILE.py::NAME"
-    raise ValueError(f"{path} has {asked} (it has: {there}); @tracewire.intervention makes a function one")
+    return vars(module)
 
 
 class _UncachedLoader(SourceFileLoader):

@@ -21,7 +21,7 @@ from .commands import UsageError, add_command
 from .model_names import add_model
 from .printing import print_json, print_rows, remark
 
-__all__ = ["add_extract"]
+__all__ = ["add_extract", "prompts_of"]
 
 
 def add_extract(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
@@ -78,7 +78,7 @@ def _span(text: str) -> slice:
 async def _extract(options: argparse.Namespace) -> int:
     if options.to is not None and options.to.suffix not in files.WRITES:
         raise UsageError(f"--to: expected a file that ends with {' or '.join(files.WRITES)}, got {options.to}")
-    prompts = [_prompts(kind, getattr(options, kind)) for kind in ("positive", "negative")]
+    prompts = [prompts_of(kind, getattr(options, kind)) for kind in ("positive", "negative")]
     asked = {name: getattr(options, name) for name in ("method", "at", "layer", "token", "positions", "folds")}
     entry: LibraryEntry | None = None
     async with connect(options.url, prefix=options.prefix) as client:
@@ -94,7 +94,12 @@ async def _extract(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(option: str, path: Path) -> list[Any]:
+def prompts_of(option: str, path: Path) -> list[Any]:
+    """The prompts of the file that an option names.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is no prompt.
+    """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -41,6 +41,7 @@ from .record import add_record
 from .redis import add_redis
 from .replay import add_replay
 from .run import add_run
+from .sweep import add_sweep
 from .top import add_top
 from .traces import add_watch
 from .up import add_up
@@ -166,6 +167,7 @@ def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
     for add in (
         add_harvest,
         add_extract,
+        add_sweep,
         add_edits,
         add_library,
         add_dead,

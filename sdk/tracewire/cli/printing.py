@@ -10,7 +10,7 @@ from typing import Any
 
 from tracewire_bus.transport.urls import redacted
 
-__all__ = ["no_engines", "print_json", "print_json_line", "print_rows", "remark", "rich_terminal"]
+__all__ = ["no_engines", "print_json", "print_json_line", "print_matrix", "print_rows", "remark", "rich_terminal"]
 
 
 def rich_terminal() -> bool:
@@ -49,6 +49,41 @@ def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     for row in texts:
         table.add_row(*(Text(value) for value in row))
     Console().print(table)
+
+
+def print_matrix(corner: str, rows: Sequence[str], columns: Sequence[str], values: Any) -> None:
+    """Print numbers `[rows, columns]` with the names of both: as a heat map on a terminal, else with tabs between.
+
+    Where the numbers of a row do not fit into a line of the terminal, the map has colours only.
+    """
+    if not rich_terminal():
+        print("\t".join([corner, *columns]))
+        for name, numbers in zip(rows, values, strict=True):
+            print("\t".join([name, *(f"{number:.4g}" for number in numbers)]))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    texts = [[f"{number:.2f}" for number in numbers] for numbers in values]
+    cell = max(len(text) for line in (columns, *texts) for text in line) + 1
+    margin = max(map(len, (corner, *rows))) + 1
+    console = Console()
+    if margin + cell * len(columns) > console.width:
+        cell, texts = max(map(len, columns)) + 1, [[""] * len(columns) for _ in rows]
+    greatest = max((abs(float(number)) for numbers in values for number in numbers), default=0.0) or 1.0
+    console.print(Text(corner.ljust(margin) + "".join(name.rjust(cell) for name in columns), "bold"), soft_wrap=True)
+    for name, line, numbers in zip(rows, texts, values, strict=True):
+        shown = Text(name.ljust(margin))
+        for text, number in zip(line, numbers, strict=True):
+            shown.append(text.rjust(cell), _heat(number / greatest))
+        console.print(shown, soft_wrap=True)
+
+
+def _heat(part: float) -> str:
+    """The style of a number from -1, which is blue, to 1, which is red. 0 is white."""
+    pale = round(255 - 185 * min(1.0, abs(part)))
+    red, blue = (255, pale) if part >= 0 else (pale, 255)
+    return f"rgb(0,0,0) on rgb({red},{pale},{blue})"
 
 
 def remark(text: str) -> None:

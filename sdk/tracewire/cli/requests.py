@@ -39,6 +39,7 @@ __all__ = [
     "bound_block",
     "prompt_of",
     "request_of",
+    "sampling_of",
     "specs_of",
 ]
 
@@ -120,12 +121,13 @@ def add_interventions(parser: argparse.ArgumentParser, *, block: bool = True) ->
         add("--set", type=named_value, action="append", default=[], metavar="NAME=VALUE", help=what)
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the options of live parameters and of sampling."""
+def add_sampling(parser: argparse.ArgumentParser, *, live: bool = True) -> None:
+    """Add the options of sampling, and with `live` those of live parameters."""
     group = parser.add_argument_group("trace")
     add = group.add_argument
-    what = "declare a live parameter by its first value: alpha=0 or direction=@direction.npy (repeatable)"
-    add("--live", type=named_value, action="append", default=[], metavar="NAME=VALUE", help=what)
+    if live:
+        what = "declare a live parameter by its first value: alpha=0 or direction=@direction.npy (repeatable)"
+        add("--live", type=named_value, action="append", default=[], metavar="NAME=VALUE", help=what)
     what = f"the most tokens to sample (default: {MAX_TOKENS}, or half of the model's context)"
     add("--max-tokens", type=int, metavar="N", help=what)
     add("--temperature", type=float, metavar="T", help="randomness; 0 samples the likeliest token")
@@ -170,15 +172,19 @@ def request_of(options: argparse.Namespace, *, chats: bool) -> Request:
     """
     block = bound_block(options)
     found = declared(specs_of(options), values_by_name(options.live))
+    conversation = conversation_of(options, chats=chats)
+    return Request(block, found.interventions, found.options, found.live, sampling_of(options), conversation)
+
+
+def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling params that the options give."""
     sampling: dict[str, Any] = {}
     for name in ("max_tokens", "temperature", "seed", "stop"):
         if getattr(options, name) is not None:
             sampling[name] = getattr(options, name)
     if options.ignore_eos:
         sampling["ignore_eos"] = True
-    sampling |= values_by_name(options.sampling)
-    conversation = conversation_of(options, chats=chats)
-    return Request(block, found.interventions, found.options, found.live, sampling, conversation)
+    return sampling | values_by_name(options.sampling)
 
 
 def prompt_of(text: str) -> str:

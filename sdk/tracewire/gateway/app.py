@@ -25,11 +25,13 @@ from .documents import COMMON, OPENAI_COMMON, completed
 from .engine_routes import router as engines
 from .guard import Guard
 from .keys import Keys
+from .library_routes import router as library
 from .many_traces import DESCRIPTION
 from .many_traces import router as many_traces
 from .openai_routes import router as openai
 from .operations import router as operations
 from .problems import Problem, of_error, of_validation
+from .recording_routes import router as recordings
 from .responses_routes import router as responses
 from .settings import Settings
 from .sockets import router as sockets
@@ -108,7 +110,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
     _handle_errors(app)
     for router in (openai, responses):
         app.include_router(router, responses=OPENAI_COMMON)
-    for router in (traces, engines, operations, many_traces):
+    for router in (traces, recordings, engines, library, operations, many_traces):
         app.include_router(router, responses=COMMON)
     app.include_router(sockets)
     add_dashboard(app)

@@ -16,6 +16,7 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "ControlBody",
+    "EntryBody",
     "Extension",
     "NotServed",
     "OfVllm",
@@ -339,6 +340,34 @@ class DrainBody(Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"timeout": 600}]})
     timeout: float | None = Field(default=None, ge=0, le=1e9)
     by: Text | None = None
+
+
+class EntryBody(Body):
+    """An entry of the library. `arrays` is one array, or an object of arrays by name, or of one by layer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "arrays": {"dtype": "float32", "shape": [2], "base64": "AACAPwAAAAA="},
+                    "model": "demo",
+                    "at": "residual(4)",
+                    "licence": "MIT",
+                    "provenance": {"method": "difference of means"},
+                    "effect": {"score": 0.85},
+                }
+            ]
+        }
+    )
+    arrays: list[Any] | dict[str, Any]
+    kind: Literal["vector", "subspace", "probe", "autoencoder"] = "vector"
+    model: Text = ""
+    at: Text = ""
+    description: Text = ""
+    licence: Text = ""
+    provenance: dict[str, Any] = {}
+    effect: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
 
 class EditBody(Body):

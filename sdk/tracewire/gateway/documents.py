@@ -15,6 +15,7 @@ __all__ = [
     "OPENAI_COMMON",
     "EditName",
     "EngineName",
+    "EntryId",
     "ModelPath",
     "ResponseId",
     "TraceId",
@@ -88,6 +89,7 @@ ResponseId = Annotated[str, Path(description="the response's id", examples=["res
 EngineName = Annotated[str, Path(description="the engine's name", examples=["gpu-0"])]
 ModelPath = Annotated[str, Path(description="the model's name", examples=["demo"])]
 EditName = Annotated[str, Path(description="the standing intervention's name", examples=["calm"])]
+EntryId = Annotated[str, Path(description="the entry's name, `calm`, `calm@3` or `red:calm`", examples=["calm"])]
 ValueDigest = Annotated[
     str,
     Path(

@@ -50,6 +50,10 @@ _EDIT: dict[str, Any] = {
 }
 _EDIT |= {"by": "alice", "block": None, "filename": None, "line": None, "disabled": "", "problems": {}}
 _EDIT |= {"engines": ["gpu-0"], "interventions": [{"do": "ablate", "at": "residual(2)", "keep": 0.5}]}
+_ENTRY: dict[str, Any] = {"id": "calm@3", "tenant": "", "name": "calm", "version": 3, "kind": "vector"}
+_ENTRY |= {"model": "demo", "at": "residual(4)", "layers": [], "shapes": {"vector": [256]}, "description": ""}
+_ENTRY |= {"licence": "MIT", "provenance": {"method": "difference of means"}, "effect": {"score": 0.85}}
+_ENTRY |= {"settings": {}, "by": "alice", "time": _TIME, "digest": "5f0c", "removed": None, "removed_by": ""}
 
 
 def _completion(prefix: str, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +104,25 @@ EXAMPLES: dict[str, Any] = {
     "DrainingEngine": {"engine": "gpu-0", "others": ["gpu-1"], "waiting": 0},
     "EditList": {"data": [_EDIT]},
     "StandingEdit": _EDIT,
+    "RecordedTrace": {
+        "trace_id": "mine",
+        "model": "demo",
+        "made_at": _TIME,
+        "made_by": "alice",
+        "complete": True,
+        "engine": {
+            "engine": "gpu-0",
+            "host": "node-1",
+            "path": "",
+            "revision": "",
+            "dtype": "bfloat16",
+            "versions": {},
+        },
+        "events": [{"type": "paused", "id": "1-4", "by": "alice", "time": _TIME}],
+    },
+    "LibraryEntry": _ENTRY,
+    "LibraryList": {"data": [_ENTRY]},
+    "RemovedEntries": {"removed": ["calm@3"]},
     "Problem": {
         "type": "urn:tracewire:unknown_trace",
         "title": "Not found",

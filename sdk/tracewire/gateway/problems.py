@@ -15,6 +15,7 @@ from tracewire import (
     ConflictError,
     ConnectError,
     EditFailed,
+    EntryConflict,
     IntegrityError,
     InterventionError,
     InvalidRequestError,
@@ -138,7 +139,7 @@ def of_error(error: TracewireError, *, openai: bool = False) -> Problem:
         field = _openai_field(field)
     message = getattr(error, "message", None)
     more = {name: getattr(error, name, None) for name in ("filename", "line", "trace_id", "nearest")}
-    if isinstance(error, VersionConflict):
+    if isinstance(error, VersionConflict | EntryConflict):
         more["version"] = error.version
     if isinstance(error, TraceCancelled):
         more |= {"by": error.by, "reason": error.reason}

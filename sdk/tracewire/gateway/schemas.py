@@ -414,6 +414,58 @@ class EditList(Form):
     data: list[StandingEdit]
 
 
+class RecordedTrace(Form):
+    """A recording of a trace. `events` are those of the trace's stream, `engine` is that of its last attempt."""
+
+    trace_id: str
+    model: str
+    made_at: float
+    made_by: str
+    complete: bool
+    engine: dict[str, Any]
+    events: list[dict[str, Any]]
+
+
+class LibraryEntry(Form):
+    """A version of a name in the library. `removed` and `removed_by` say when and by which client it was removed.
+
+    `shapes` are those of its arrays, and `arrays` the arrays themselves, if they were asked for.
+    """
+
+    id: str
+    tenant: str
+    name: str
+    version: int
+    kind: str
+    model: str
+    at: str
+    layers: list[int]
+    shapes: dict[str, list[int]]
+    description: str
+    licence: str
+    provenance: dict[str, Any]
+    effect: dict[str, Any]
+    settings: dict[str, Any]
+    by: str
+    time: float
+    digest: str
+    removed: float | None
+    removed_by: str
+    arrays: dict[str, Any] | UnsetType = UNSET
+
+
+class LibraryList(Form):
+    """Entries of the library."""
+
+    data: list[LibraryEntry]
+
+
+class RemovedEntries(Form):
+    """The ids of the versions that were removed."""
+
+    removed: list[str]
+
+
 class Problem(Form):
     """An error as problem details (RFC 9457), with the `field` of the request at fault.
 
@@ -455,6 +507,10 @@ _FORMS = (
         DrainingEngine,
         EditList,
         StandingEdit,
+        RecordedTrace,
+        LibraryEntry,
+        LibraryList,
+        RemovedEntries,
         Problem,
         ServerSentEvent,
         BlockBody,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
 from tests.e2e.dashboard.conftest import Stand, Steps
+from tests.support.browser import violations
 from tests.support.gateways import Served
 from tests.support.scripted_engine import info, serving
 from tests.support.shown_engine import HOSTILE, LAYERS, ShownEngine, projection_at, token_at
@@ -138,6 +140,47 @@ async def test_pause_resume_and_cancel(stand: Stand, served: Served, opened: Ope
         # What has ended takes no change any more.
         await expect(page.get_by_label("alpha", exact=True)).to_be_disabled()
     assert (await stand.client.subscribe("mine").until_done()) == "cancelled"
+
+
+async def test_a_recording_is_opened_scrubbed_and_played(
+    stand: Stand, served: Served, opened: Opened, tmp_path: Path
+) -> None:
+    """It is shown as its trace is, of which no bus knows any more. What is no recording says so."""
+    await stand.trace("mine", 40)
+    stand.steps.let(10)
+    await until(lambda: stand.engine.steps == 10)
+    version = await stand.client.steer("mine", alpha=2.0, by="Ada")
+    await stand.steered(2.0)
+    stand.steps.let(30)
+    recording = await stand.client.record("mine")
+    file, wrong = tmp_path / "mine.twrec", tmp_path / "wrong.twrec"
+    recording.save(file)
+    wrong.write_bytes(file.read_bytes()[:-3])
+    async with opened(f"{served.url}/dashboard/") as page:
+        await page.get_by_role("link", name="Open a recording").click()
+        await expect(page).to_have_title("Open a recording · Tracewire")
+        await page.get_by_label("File").set_input_files(wrong)
+        await expect(page.get_by_role("alert").first).to_contain_text("wrong.twrec: it is damaged")
+        await page.get_by_label("File").set_input_files(file)
+        await expect(page.locator(".panel h2")).to_have_text("mine")
+        await expect(page.locator(".panel .badge")).to_have_text("finished")
+        await count(page, 40)
+        whole = await drawn(page)
+        assert whole == recording.state().text
+        scrubber = page.get_by_label("Shown tokens")
+        for tokens in (7, 0, 23):
+            await scrubber.fill(str(tokens))
+            await count(page, tokens)
+            assert whole.startswith(await drawn(page))
+            await expect(page.locator(".scrubber output")).to_have_text(f"{tokens} of 40 tokens")
+        await page.get_by_role("button", name="Play").click()
+        await count(page, 40)
+        assert await drawn(page) == whole
+        (steering,) = recording.steering()
+        assert (steering.by, version) == ("Ada", 1)
+        await expect(page.get_by_role("region", name="History")).to_contain_text(f"from token {steering.index}")
+        await expect(page.get_by_label("alpha", exact=True)).to_be_disabled()
+        assert await violations(page) == []
 
 
 async def test_a_finished_trace_is_scrubbed_and_played(stand: Stand, served: Served, opened: Opened) -> None:

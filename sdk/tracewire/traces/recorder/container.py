@@ -14,7 +14,7 @@ import msgspec
 
 from tracewire.errors import InvalidRecording
 
-__all__ = ["VERSION", "Content", "Engine", "read_content", "write_content"]
+__all__ = ["MOST", "VERSION", "Content", "Engine", "parse_content", "read_content", "write_content"]
 
 _MARK: Final = b"\x89TWREC\r\n"
 #: The version of the form. Readers refuse later ones.
@@ -22,7 +22,7 @@ VERSION: Final = 1
 _HEAD: Final = len(_MARK) + 2 + 8
 _SUM: Final = 16
 #: The most that a file may unpack to, in bytes: 8 GiB.
-_MOST: Final = 8 * 2**30
+MOST: Final = 8 * 2**30
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -92,27 +92,35 @@ def read_content(path: str | PathLike[str]) -> Content:
         InvalidRecording: it is none, is of a later version, or is damaged.
         OSError: it cannot be read.
     """
-    data = Path(path).read_bytes()
+    return parse_content(Path(path).read_bytes(), str(path))
+
+
+def parse_content(data: bytes, name: str, most: int = MOST) -> Content:
+    """Read the bytes of a file called `name`, which may unpack to `most` bytes.
+
+    Raises:
+        InvalidRecording: it is none, is of a later version, is damaged, or unpacks to more.
+    """
     if not data.startswith(_MARK):
-        raise InvalidRecording(str(path), "expected a recording of `tracewire record`, and the file is none")
+        raise InvalidRecording(name, "expected a recording of `tracewire record`, and the file is none")
     version = int.from_bytes(data[len(_MARK) : len(_MARK) + 2], "big")
     if version > VERSION:
         why = f"it has the form {version}, and this version of Tracewire reads up to {VERSION}: install a later one"
-        raise InvalidRecording(str(path), why)
+        raise InvalidRecording(name, why)
     length = int.from_bytes(data[len(_MARK) + 2 : _HEAD], "big")
     if len(data) != _HEAD + length + _SUM:
-        raise InvalidRecording(str(path), f"it is damaged: expected {_HEAD + length + _SUM} bytes, got {len(data)}")
+        raise InvalidRecording(name, f"it is damaged: expected {_HEAD + length + _SUM} bytes, got {len(data)}")
     head, packed, checksum = data[:_HEAD], data[_HEAD:-_SUM], data[-_SUM:]
     if _checksum(head, packed) != checksum:
-        raise InvalidRecording(str(path), "it is damaged: its checksum differs")
+        raise InvalidRecording(name, "it is damaged: its checksum differs")
     try:
         unpacker = zlib.decompressobj()
-        body = unpacker.decompress(packed, _MOST)
+        body = unpacker.decompress(packed, most)
         if not unpacker.eof:
-            raise InvalidRecording(str(path), f"it is damaged, or unpacks to more than {_MOST} bytes")
+            raise InvalidRecording(name, f"it is damaged, or unpacks to more than {most} bytes")
         return _decoder.decode(body)
     except (zlib.error, msgspec.MsgspecError) as error:
-        raise InvalidRecording(str(path), f"it cannot be read: {error}") from error
+        raise InvalidRecording(name, f"it cannot be read: {error}") from error
 
 
 def _checksum(head: bytes, packed: bytes) -> bytes:

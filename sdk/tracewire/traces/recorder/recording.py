@@ -26,7 +26,7 @@ from tracewire_bus.wire.messages import Columns
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_bus.wire.signing import unwrap
 
-from .container import Content, Engine, read_content, write_content
+from .container import MOST, Content, Engine, parse_content, read_content, write_content
 
 if TYPE_CHECKING:
     from tracewire.traces.session import Session
@@ -72,14 +72,25 @@ class Recording:
             InvalidRecording: it is no recording, of a later version, or damaged.
             OSError: it cannot be read.
         """
-        recording = cls(read_content(path))
+        return cls(read_content(path))._checked(str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, most: int = MOST) -> Recording:
+        """Read the content of a file, which may unpack to `most` bytes.
+
+        Raises:
+            InvalidRecording: it is no recording, of a later version, damaged, or too large.
+        """
+        return cls(parse_content(data, "", most))._checked("")
+
+    def _checked(self, name: str) -> Recording:
         try:
-            for _ in recording.events():
+            for _ in self.events():
                 pass
-            _ = recording.submission
+            _ = self.submission
         except (msgspec.MsgspecError, ValueError, MalformedEvent) as error:
-            raise InvalidRecording(str(path), f"an event of it cannot be read: {error}") from error
-        return recording
+            raise InvalidRecording(name, f"an event of it cannot be read: {error}") from error
+        return self
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the file, whole or not at all.

@@ -331,3 +331,20 @@ def test_a_file_that_changed_since_it_was_imported(tmp_path: Path) -> None:
 
     with pytest.raises(BlockError, match="has changed since it was imported"):
         watch.block()
+
+
+def test_a_function_in_the_body_may_be_called_as_a_symbol_table_is() -> None:
+    """Python's symbol tables take the names of any function called `top` for those of the module."""
+
+    @intervention
+    def watch(model, tracer, live):
+        def top(stream, count=2):
+            found = stream.topk(count)
+            import math
+
+            return math.floor(found.values[0]) + scale
+
+        total = top(model.residual(0).output)
+
+    scale = 3
+    assert set(watch._source.free_names) == {"scale"}

@@ -86,6 +86,7 @@ def test_routes_have_names_of_their_own() -> None:
     assert {tag for _, _, operation in operations() for tag in operation["tags"]} == {
         "edits",
         "engines",
+        "library",
         "openai",
         "operations",
         "traces",

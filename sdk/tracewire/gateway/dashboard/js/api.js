@@ -18,10 +18,11 @@ export class Problem extends Error {
 export async function request(method, path, body) {
   const headers = {};
   if (settings.key) headers.Authorization = `Bearer ${settings.key}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const isFile = body instanceof Blob;
+  if (body !== undefined) headers["Content-Type"] = isFile ? "application/octet-stream" : "application/json";
   let answer;
   try {
-    answer = await fetch(new URL(path, BASE), { method, headers, body: body && JSON.stringify(body) });
+    answer = await fetch(new URL(path, BASE), { method, headers, body: isFile ? body : body && JSON.stringify(body) });
   } catch {
     throw new Problem({ detail: "the gateway cannot be reached" });
   }
@@ -53,6 +54,7 @@ export const api = {
   traces: (filters) => request("GET", `traces?${new URLSearchParams(filters)}`),
   live: (id) => request("GET", path(id, "/live")),
   engines: () => request("GET", "engines"),
+  readRecording: (file) => request("POST", "recordings", file),
   submit: (body) => request("POST", "traces", body),
   steer: (id, values) => request("POST", path(id, "/steer"), named({ values })),
   pause: (id) => request("POST", path(id, "/pause"), named({})),

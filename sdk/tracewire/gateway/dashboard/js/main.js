@@ -4,6 +4,7 @@ import { api } from "./api.js";
 import { Connection } from "./connection.js";
 import { announcer, el, setText } from "./dom.js";
 import { ListView } from "./list_view.js";
+import { RecordingView } from "./recording_view.js";
 import { applyTheme, settings } from "./settings.js";
 import { StartView } from "./start_view.js";
 import { TracePanel } from "./trace_panel.js";
@@ -58,13 +59,16 @@ function route() {
   } else if (name === "start") {
     view = new StartView();
     title = "Start a trace";
+  } else if (name === "recording") {
+    view = new RecordingView();
+    title = "Open a recording";
   } else {
     view = new ListView(connection);
   }
   main.replaceChildren(view.element);
   document.title = `${title} · Tracewire`;
   for (const link of document.querySelectorAll("[data-view]")) {
-    const here = (link.dataset.view === "start") === (name === "start") && !ids.length;
+    const here = link.dataset.view === (["start", "recording"].includes(name) ? name : "list") && !ids.length;
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
