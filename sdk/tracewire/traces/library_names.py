@@ -100,7 +100,7 @@ class NamedArrays:
         entry of another one.
 
         Raises:
-            TraceRejected: there is no such entry, it is another tenant's, or it does not fit the field, the model or the
+            TraceRejected: there is no such entry, another tenant has it, or it does not fit the field, model or
                 location.
             BusUnavailable: Redis does not answer.
         """
