@@ -13,6 +13,7 @@ _PROGRAMS = ("curl", "docker", "kubectl", "make", "pip", "python", "tracewire", 
 _SHELL = ("", "bash", "console", "sh")
 
 _BENCHMARKS = "tests/test_benchmarks.py::test_"
+_LIBRARY = "tests/unit/tracewire/gateway/test_library_routes.py::"
 _CHAT = "tests/examples/test_chat_backend.py::test_the_requests_of_its_page"
 _CLI = "tests/unit/tracewire/cli/test_"
 _OPERATORS = "tests/e2e/parallel/test_deployment.py::test_what_the_documentation_tells_operators_to_type"
@@ -48,6 +49,9 @@ RUN_BY = {
         "tests/examples/test_chat_backend.py::test_the_service_as_uvicorn_starts_it"
     ),
     "curl": _CHAT,
+    "curl -X PUT localhost:8080/library/": _LIBRARY + "test_entries_are_put_shown_listed_and_removed",
+    "curl localhost:8080/library/": _LIBRARY + "test_entries_are_put_shown_listed_and_removed",
+    "curl localhost:8080/v1/completions": _LIBRARY + "test_a_trace_names_a_version",
     "python -m tests.e2e.security.fuzz": "tests/e2e/security/test_fuzz.py::test_the_command_prints_one_last_line",
     "tracewire engine MODEL --sandbox": "tests/e2e/security/test_sandbox.py::test_an_engine_serves_from_the_sandbox",
     "python -m tests.faults.harness.soak": "tests/test_commands.py::test_soak",
@@ -58,6 +62,8 @@ RUN_BY = {
     "python examples/demo_model/direction.py": "tests/test_commands.py::test_the_direction_is_found_again",
     "pip install tracewire": "tests/test_packaging.py::test_base_install_runs_without_the_engine",
     "tracewire redis": _CLI + "redis.py::test_redis_runs_until_it_is_told_to_end",
+    "tracewire sweep strengths": _CLI + "sweep.py::test_strengths_are_scored_by_a_function",
+    "tracewire sweep patch": _CLI + "sweep.py::test_patches_are_a_table_json_and_a_heat_map",
     "tracewire extract": _CLI + "extract.py::test_a_direction_is_found_and_kept",
     "tracewire library": _CLI + "library.py::test_from_a_file_to_a_trace",
     "tracewire keys": _CLI + "keyring.py::test_a_key_is_made_listed_rotated_and_revoked",

@@ -126,6 +126,8 @@ class EngineProcess:
             RuntimeError: it ended instead.
         """
         assert self.process.stdout is not None
+        if self.below:
+            return  # it was ready before
         for line in self.process.stdout:
             if line.startswith("ready "):
                 self.below = self.descendants()

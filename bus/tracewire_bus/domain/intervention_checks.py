@@ -111,10 +111,13 @@ _VECTORS: Final[dict[type, str]] = {
     HeadAblate: "mean",
 }
 #: Fields with a list of integers, which are no arrays; and what a field of another type than these takes.
-_LISTS: Final = frozenset({"positions", "indices", "heads"})
+_LISTS: Final = frozenset({"positions", "indices", "heads", "source", "into"})
 _EXPECTED: Final = {
     "positions": "an index, a list of indices, a slice 'a:b' or a name of Positions",
+    "source": "an index, a list of indices, a slice 'a:b' or 'prompt'",
     "heads": "a head's number, or a list of them",
+    "prompt": "the number of a prompt",
+    "into": "the number of a prompt, or a list of them",
 }
 #: Likewise with arrays that no live parameter stands for.
 _ARRAYS: Final[dict[type, tuple[str, ...]]] = {

@@ -22,12 +22,20 @@ class Patch(DeclaredIntervention, tag="patch"):
     With `heads`, `at` is `heads(3)` (`HeadProbe`), and only these attention heads of the layer are replaced. Values
     then have shape `[heads, head_size]`, or `[positions, heads, head_size]`.
 
+    In place of `values`, `prompt` names another prompt of the trace, from 0 on. The new values are then those that this
+    prompt has at the same locations, at its positions `source`: an index, a list of indices, a slice or `"prompt"`, by
+    default the `positions` of the patch. One position goes to all of the patch's, several go one to each in order. The
+    engine computes the named prompt first. `into` are the prompts that are patched, by default all but the named one.
+
     `strength` is how far the old value goes to the new one: 1 replaces it, 0 leaves it, 0.5 is their mean. A value with
     two halves, as a residual stream can have, is replaced as a whole: the sum of both is the new value.
     """
 
     at: str
-    values: Any
+    values: Any = None
     positions: int | str | list[int] = -1
     strength: float | Live = 1.0
     heads: int | list[int] | None = None
+    prompt: int | None = None
+    source: int | str | list[int] | None = None
+    into: int | list[int] | None = None

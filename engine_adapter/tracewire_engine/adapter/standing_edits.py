@@ -25,7 +25,7 @@ from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
-from tracewire_bus.wire.messages import Block, Edit, EditRecord, EngineInfo, Hold, Reading, StopWhen
+from tracewire_bus.wire.messages import Block, Edit, EditRecord, EngineInfo, Hold, Patch, Reading, StopWhen
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
@@ -259,6 +259,9 @@ class StandingEdits:
             await self._check_block(edit.block, installed.signer)
             encoded = _encoder.encode(edit.block)
             block = EditBlock(edit.name, msgspec.Raw(encoded), edit.on_error == "fail", self._permit(encoded))
+        for index, one in enumerate(edit.interventions):
+            if isinstance(one, Patch) and one.prompt is not None:
+                raise Rejection(f"interventions[{index}].prompt", "an edit runs on prompts of any traces: give values")
         for index, name, value in array_fields(edit.interventions):
             if isinstance(value, ArrayRef):
                 raise Rejection(f"interventions[{index}].{name}", "expected an array: an edit has no references")

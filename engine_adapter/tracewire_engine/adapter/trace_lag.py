@@ -43,6 +43,16 @@ class RequestPause:
                 await (self._engine.pause if paused else self._engine.resume)(request.name)
             self._paused = paused
 
+    async def join(self, request: str) -> None:
+        """Pause a request that has started behind the others, if they are paused.
+
+        Raises:
+            EngineLost: the engine died.
+        """
+        async with self._lock:
+            if self._paused:
+                await self._engine.pause(request)
+
 
 class TraceLag:
     """Slows one run while its events wait for Redis, in the way that its submission chose (`on_lag`).

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -49,12 +50,13 @@ from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.protocol.messages import Applied
 
 from .bulk_writer import BulkWriter
-from .engine_api import Choice, Engine, EngineLost, Rejection
+from .engine_api import Choice, Engine, EngineLost, Outputs, Prepared, Rejection
 from .large_inputs import Inputs
 from .live_changes import LiveTrace, Steering, take_last_changes
 from .live_proofs import LiveProofs
 from .pause_state import PauseState
 from .pending import PendingRecords, ReportMissing
+from .prompt_patches import PromptPatches
 from .report_router import ReportRouter
 from .retention import Retention
 from .running_request import RunningRequest
@@ -168,6 +170,7 @@ class TraceRun:
         self._attempt = attempt
         self.owner, self.proofs = attempt.owner, attempt.proofs
         self._shared: SharedSaves | None = None
+        self._patches = PromptPatches((), 0, "")
         self._reads = any(isinstance(one, Reading) for one in submission.interventions)
         self._stops = _stops(submission)
         #: Finds the strings of tokens, if the submission asks for them.
@@ -206,23 +209,8 @@ class TraceRun:
         live = self.live
         if live is None:
             return []
-        told = live.take_events(self._first_tokens)
+        told = live.take_events(partial(_first_tokens, self.requests))
         return [*told, *live.last_events()] if final else told
-
-    def _first_tokens(self, first: list[tuple[str, int, int]]) -> list[FirstToken]:
-        """The first token of each choice under a change. `first` has (request, choice, index) of those that have begun;
-        a choice that has not begun counts from token 0.
-        """
-        known = {(request, choice): index for request, choice, index in first}
-        places = []
-        for request in self.requests:
-            for choice in range(request.prepared.choices):
-                index = known.get((request.name, choice))
-                if index is None and not request.token_ids[choice] and not request.done[choice]:
-                    index = 0
-                if index is not None:
-                    places.append(FirstToken(invoke=request.invoke, choice=choice, index=index))
-        return places
 
     def _applied(self, applied: Applied) -> None:
         """Take a report that the workers have begun a step with other live parameters."""
@@ -339,6 +327,7 @@ class TraceRun:
             self._stream.close()
             if self._shared is not None:
                 await self._shared.forget(self._engine, bool(self.requests))
+            await self._patches.forget(self._engine)
             if self.live is not None:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
@@ -361,19 +350,22 @@ class TraceRun:
         if self.live is not None:
             self._reports.live[run] = self.live
         shared = self._begin_shared(names)
+        patches = self._patches = PromptPatches(self._submission.interventions, len(names), f"{names[0]}/kept")
         prepared = []
         for index, block in enumerate(self._attempt.blocks):
             edits = self._attempt.edits[index] if self._attempt.edits else None
-            declared = edits.declared(self._attempt.declared) if edits else self._attempt.declared
+            declared = patches.declared(self._attempt.declared, index)
+            declared = edits.declared(declared) if edits else declared
             blocks = edits.blocks if edits else None
             prepared.append(
                 await self._engine.prepare(
                     self._submission, index, block, declared, run, blocks, shared=shared, tenant=self._attempt.sharing
                 )
             )
+        patches.check(prepared)
         for invoke, (name, block, ready) in enumerate(zip(names, self._attempt.blocks, prepared, strict=True)):
             if self._ending is not None:
-                return
+                return patches.release()
             pending = None
             edits = self._attempt.edits[invoke] if self._attempt.edits else None
             if block is not None or self._attempt.declared is not None or edits:
@@ -389,16 +381,28 @@ class TraceRun:
                 for one in pending.choices:
                     one.reads.strings = self._strings
             try:
-                outputs = await self._engine.start(name, ready, self._submission.priority)
+                outputs = await patches.start(invoke, partial(self._start_request, name, ready), self._is_over)
             except BaseException:
                 self._pending.pop(name, None)
                 raise
             self.requests.append(RunningRequest(name, invoke, ready, outputs, pending))
         await self._append(_accepted(self._info, self._submission, self._attempt, self.live, self.requests))
         self._accepted = True
-        for steered in self.live.first_events(self._first_tokens([])) if self.live is not None else ():
+        for steered in self.live.first_events(_first_tokens(self.requests, [])) if self.live is not None else ():
             await self._stream.append(steered)
         await self.apply_pause()
+
+    async def _start_request(self, name: str, prepared: Prepared) -> Outputs:
+        """Start a request in the engine, paused if the others of the trace are."""
+        outputs = await self._engine.start(name, prepared, self._submission.priority)
+        await self._request_pause.join(name)
+        if self._is_over():
+            await self._engine.abort(name)
+        return outputs
+
+    def _is_over(self) -> bool:
+        """Whether the trace is to end."""
+        return self._ending is not None or self._broken is not None or self.fenced
 
     def _begin_shared(self, names: list[str]) -> bytes | None:
         """The shared values that go with each request, by the given names; `None` if the requests share nothing."""
@@ -418,6 +422,8 @@ class TraceRun:
             finished = False
             while not finished:
                 choices, finished = await request.outputs.get()
+                if choices:
+                    self._patches.note(request.invoke)
                 for choice in choices:
                     if not request.done[choice.index]:
                         await self._publish(request, choice)
@@ -433,6 +439,7 @@ class TraceRun:
             self._broken = self._broken or Failure(type="EngineError", message=str(missing))
             await self._engine.abort(request.name)
         finally:
+            self._patches.end(request)
             await self._give_result(request)
 
     async def _give_result(self, request: RunningRequest) -> None:
@@ -513,7 +520,7 @@ class TraceRun:
                 **UNNUMBERED,
                 status=end.status,
                 error=end.error,
-                usage=self._usage(),
+                usage=_usage(self.requests),
                 deltas=end.deltas,
                 manifest=end.manifest,
                 save_errors=end.save_errors,
@@ -526,17 +533,10 @@ class TraceRun:
             final=True,
         )
 
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=sum(request.prepared.prompt_tokens for request in self.requests),
-            completion_tokens=sum(len(ids) for request in self.requests for ids in request.token_ids),
-            cached_tokens=sum(request.outputs.cached_tokens for request in self.requests),
-        )
-
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
         """End the trace with an error. Events that are already published stay."""
         await self._close_record()
-        final = Final(**UNNUMBERED, status=status, error=failure, usage=self._usage(), time=time.time())
+        final = Final(**UNNUMBERED, status=status, error=failure, usage=_usage(self.requests), time=time.time())
         try:
             await self._append(final, final=True)
         except Fenced:  # another process has ended the trace, or runs it now
@@ -548,6 +548,30 @@ class TraceRun:
         for outcome in await asyncio.gather(*aborted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+def _first_tokens(requests: Sequence[RunningRequest], first: list[tuple[str, int, int]]) -> list[FirstToken]:
+    """The first token of each choice under a change. `first` has (request, choice, index) of those that have begun;
+    a choice that has not begun counts from token 0.
+    """
+    known = {(request, choice): index for request, choice, index in first}
+    places = []
+    for request in requests:
+        for choice in range(request.prepared.choices):
+            index = known.get((request.name, choice))
+            if index is None and not request.token_ids[choice] and not request.done[choice]:
+                index = 0
+            if index is not None:
+                places.append(FirstToken(invoke=request.invoke, choice=choice, index=index))
+    return places
+
+
+def _usage(requests: Sequence[RunningRequest]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(request.prepared.prompt_tokens for request in requests),
+        completion_tokens=sum(len(ids) for request in requests for ids in request.token_ids),
+        cached_tokens=sum(request.outputs.cached_tokens for request in requests),
+    )
 
 
 def _stops(submission: Submission) -> list[StopWhen]:

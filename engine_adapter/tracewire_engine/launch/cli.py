@@ -288,6 +288,7 @@ def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
         adapters=options.adapters,
         saes=dict(options.sae),
         sae_bytes=options.sae_bytes,
+        sae_host_bytes=options.sae_host_bytes,
     )
 
 

@@ -50,6 +50,7 @@ from tracewire_engine.protocol.keys import (
     PERMIT_KEY,
     RAY_CLUSTER,
     SAE_BYTES,
+    SAE_HOST_BYTES,
     SAES,
     STEP_TOKENS,
     WORKER_PATIENCE,
@@ -220,9 +221,11 @@ class WorkerSettings:
     code_imports: Sequence[str] = ()
     #: How many adapters the engine has.
     adapters: int = 1
-    #: The folders of sparse autoencoders by name, and how many bytes of a device all autoencoders take at most.
+    #: The folders of sparse autoencoders by name, and how many bytes all autoencoders take at most: of a device, and of
+    #: the host for each worker.
     saes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sae_bytes: int = 1 << 30
+    sae_host_bytes: int = 0
 
 
 def build_engine(
@@ -272,6 +275,7 @@ def build_engine(
         ADAPTERS: settings.adapters,
         SAES: {name: str(Path(folder).resolve()) for name, folder in settings.saes.items()},
         SAE_BYTES: settings.sae_bytes,
+        SAE_HOST_BYTES: settings.sae_host_bytes,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor

@@ -170,6 +170,14 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         metavar="BYTES",
         help="how much memory of each GPU sparse autoencoders may take beside the model",
     )
+    group.add_argument(
+        "--sae-host-bytes",
+        type=whole(0),
+        default=0,
+        metavar="BYTES",
+        help="how much pinned memory of the host autoencoders may take, for each worker, where a GPU has no room "
+        "(default: none)",
+    )
     group.set_defaults(autoencoders={})
     # The command makes the key of permits when it starts.
     group.set_defaults(permit_key=b"")

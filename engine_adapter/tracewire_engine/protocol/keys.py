@@ -100,6 +100,7 @@ RAY_CLUSTER = "tracewire_ray_cluster"
 #: Key of `additional_config`: the folders of the engine's own autoencoders by name, and the bytes that all may take.
 SAES = "tracewire_saes"
 SAE_BYTES = "tracewire_sae_bytes"
+SAE_HOST_BYTES = "tracewire_sae_host_bytes"
 
 #: Key of `additional_config`: how long workers on other machines and the adapter wait for each other, in seconds.
 WORKER_PATIENCE = "tracewire_worker_patience"

@@ -122,12 +122,17 @@ class Placed(msgspec.Struct, array_like=True):
     Each site is a location (`"model.model.layers.3.output"`) and whether the residual stream there is meant. `pattern`
     says that the caller gave a pattern, which can match several locations. `heads` is how many attention heads the
     sites have, and their size, if they are of heads.
+
+    `kept` names the values that a `Patch` takes of another prompt of its trace: the name of the run, and the patch's
+    place. If the request `gives` them, the patch changes nothing, and its positions are those of the values.
     """
 
     intervention: Declared
     sites: list[tuple[str, bool]] = []
     pattern: bool = False
     heads: tuple[int, int] = (0, 0)
+    kept: tuple[str, int] | None = None
+    gives: bool = False
 
 
 class EditBlock(msgspec.Struct, array_like=True):

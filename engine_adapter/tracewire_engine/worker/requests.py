@@ -217,6 +217,7 @@ class TracedRequests(RequestBook):
         """Take changes of live parameters (`encode_changes`), and forget the runs that are over."""
         for name in self.live.steer(changes):
             self.shared_runs.forget(name)
+            self.declared.forget(name)
         if self.hosts is not None:
             self.hosts.steer(changes)
 

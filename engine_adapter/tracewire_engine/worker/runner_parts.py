@@ -29,6 +29,7 @@ from tracewire_engine.protocol.keys import (
     LINK_ADDRESS,
     PERMIT_KEY,
     SAE_BYTES,
+    SAE_HOST_BYTES,
     SAES,
 )
 from tracewire_engine.protocol.permits import Permits
@@ -39,7 +40,7 @@ from tracewire_engine.worker.blocks.encoder_guard import encoder_locations
 from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 from tracewire_engine.worker.blocks.mediator import BlockMediator
 from tracewire_engine.worker.blocks.request import Request
-from tracewire_engine.worker.declared.autoencoder_store import BOUND
+from tracewire_engine.worker.declared.autoencoder_store import BOUND, HOST_BOUND
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.declared.tap_buffers import made_buffers
@@ -159,6 +160,7 @@ class RunnerParts:
         config = self.vllm_config.additional_config
         vectors.autoencoders.folders = config.get(SAES) or {}
         vectors.autoencoders.bound = config.get(SAE_BYTES, BOUND)
+        vectors.autoencoders.host_bound = config.get(SAE_HOST_BYTES, HOST_BOUND)
         self.tracewire_declared.ids = self.step_ids
         self.tracewire_declared.module_at = partial(_module_at, module)
         if get_tp_group().world_size > 1:

@@ -43,7 +43,7 @@ from tracewire_bus.store.edits import EDIT_BYTES, EditRecords, EditsFull, Instal
 from tracewire_bus.store.edits import UnknownEdit as NoSuchEdit
 from tracewire_bus.wire.codec import decode_deltas
 from tracewire_bus.wire.digests import digest, former_digest
-from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, StopWhen
+from tracewire_bus.wire.messages import Block, Declared, DeclaredIntervention, EditRecord, Failure, Patch, StopWhen
 from tracewire_bus.wire.messages import Edit as EditMessage
 from tracewire_bus.wire.packing import pack
 
@@ -371,9 +371,11 @@ class Edits:
         if plain is None and not declared:
             raise InvalidEdit(name, "block", "expected an intervention, declared interventions, or both; got neither")
         for index, one in enumerate(declared):
+            where = f"interventions[{index}]"
             if isinstance(one, StopWhen):
-                where = f"interventions[{index}]"
                 raise InvalidEdit(name, where, "StopWhen belongs to a trace: an edit ends no request")
+            if isinstance(one, Patch) and one.prompt is not None:
+                raise InvalidEdit(name, f"{where}.prompt", "an edit runs on prompts of any traces: give values")
         if plain is not None:
             self._check_live(name, plain)
         edit = EditMessage(

@@ -74,10 +74,12 @@ def _check_interventions(submission: Submission, model: ServedModel) -> None:
     if not submission.interventions:
         return
     from tracewire_bus.domain.intervention_checks import DeclarationError, KnownModel, check_encoded
+    from tracewire_bus.domain.patch_checks import patched_prompts
 
     _check_conditions_known(submission, model.engines)
     known = KnownModel(tuple(name for name in (model.info.name, model.info.path) if name))
     try:
+        patched_prompts(submission.interventions, len(submission.invokes))
         check_encoded(
             *(submission.interventions, submission.live, model.trees), hidden_size=model.info.hidden_size, model=known
         )

@@ -153,6 +153,9 @@ def same(one: Any, other: Any, *, tolerance: float = 0.0, path: str = "") -> lis
         a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
         if a.shape != b.shape:
             return [f"{path}: shapes {a.shape} and {b.shape}"]
+        if not np.array_equal(np.isnan(a), np.isnan(b)):
+            return [f"{path}: NaN at other places"]
+        a, b = np.nan_to_num(a), np.nan_to_num(b)
         off = float(np.abs(a - b).max(initial=0.0))
         return [f"{path}: off by {off}"] if off > tolerance * max(1.0, float(np.abs(a).max(initial=0.0))) else []
     return [] if one == other else [f"{path}: {one!r} and {other!r}"]

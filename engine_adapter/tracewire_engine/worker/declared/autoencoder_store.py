@@ -1,8 +1,10 @@
-"""Sparse autoencoders on the device, within a bound on the memory that all of them take.
+"""Sparse autoencoders on the device, or in the host's memory, within bounds on the memory that all of them take.
 
 An autoencoder that came with a trace is there once, by the digest of its weights. One of the engine's own is read from
 its folder when a trace first needs it. What no live request uses goes first when memory is short, the least recently
-used before others. Where those in use leave no room, the trace that needs another fails.
+used before others. Where those in use leave no room, another one stays in the host's memory, which is pinned. What
+needs chosen features only copies their rows to the device once. What needs all features copies the whole encoder in
+each step, piece by piece. Where that has no room either, the trace that needs the autoencoder fails.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from tracewire_bus.wire.feature_kinds import Autoencoder
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.worker.tensors import to_tensors
 
-__all__ = ["BOUND", "AutoencoderStore", "AutoencodersFull", "DeviceAutoencoder"]
+__all__ = ["BOUND", "HOST_BOUND", "AutoencoderStore", "AutoencodersFull", "DeviceAutoencoder"]
 
 #: Bytes of the device's memory that autoencoders take at most, unless the engine is told otherwise.
 BOUND: Final = 1 << 30
+#: Likewise of the host's memory.
+HOST_BOUND: Final = 0
+#: Bytes of an encoder that are copied to the device at once.
+_PIECE: Final = 64 << 20
 #: Choices of features whose rows one autoencoder keeps.
 _CHOICES: Final = 64
 
@@ -37,11 +43,17 @@ class DeviceAutoencoder:
     """One autoencoder, float32.
 
     The decoder's bias is a part of the encoder's where the autoencoder takes it off its input.
+
+    Args:
+        one: what it is.
+        packed: its weights.
+        device: where it is used. Its encoder and decoder stay where `packed` is.
     """
 
-    def __init__(self, one: Autoencoder, packed: torch.Tensor) -> None:
-        self.one = one
-        self.nbytes = packed.nbytes
+    def __init__(
+        self, one: Autoencoder, packed: torch.Tensor, device: torch.device, *, offloaded: bool = False
+    ) -> None:
+        self.one, self.offloaded, self._device = one, offloaded, device
         parts = unpacked(one, packed)
         self.encoder, self.decoder = parts["encoder"], parts["decoder"]
         taken_off = self.encoder @ parts["decoder_bias"] if one.centered else torch.zeros_like(parts["encoder_bias"])
@@ -56,6 +68,12 @@ class DeviceAutoencoder:
             self.vectors = torch.stack([parts["encoder_bias"] - taken_off, places], 1)
         else:
             self.vectors = (parts["encoder_bias"] - taken_off).unsqueeze(1)
+        #: The bytes that it takes of the device, and of the host.
+        self.nbytes: int = packed.nbytes
+        self.host_nbytes: int = 0
+        if offloaded:
+            self.vectors = self.vectors.to(device)
+            self.nbytes, self.host_nbytes = self.vectors.nbytes, packed.nbytes
         self._chosen: OrderedDict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def chosen(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,13 +82,18 @@ class DeviceAutoencoder:
         found = self._chosen.get(key)
         if found is None:
             places = torch.tensor(key, dtype=torch.int64, device=self.encoder.device)
-            found = torch.cat([self.encoder[places], self.decoder[places]]), self.vectors[places]
+            rows = torch.cat([self.encoder[places], self.decoder[places]]).to(self._device)
+            found = rows, self.vectors[places.to(self._device)]
             self._chosen[key] = found
             if len(self._chosen) > _CHOICES:
                 self._chosen.popitem(last=False)
         else:
             self._chosen.move_to_end(key)
         return found
+
+    def streams(self, *, chosen: bool) -> bool:
+        """Whether each use copies the encoder from the host, for the activations of `chosen` features or of all."""
+        return self.offloaded and (not chosen or self.one.architecture == "topk")
 
     def products(self, values: torch.Tensor) -> torch.Tensor:
         """`[rows, features]` of float32 values `[rows, width]`.
@@ -82,7 +105,14 @@ class DeviceAutoencoder:
             raise ValueError(
                 f"an autoencoder of width {self.one.width} does not fit values of {list(values.shape[1:])}"
             )
-        return values @ self.encoder.T
+        if not self.offloaded:
+            return values @ self.encoder.T
+        found = values.new_empty(len(values), self.one.features)
+        rows = max(1, _PIECE // (4 * self.one.width))
+        for start in range(0, self.one.features, rows):
+            piece = self.encoder[start : start + rows].to(self._device, non_blocking=True)
+            found[:, start : start + rows] = values @ piece.T
+        return found
 
     def activations(self, values: torch.Tensor) -> torch.Tensor:
         """The activations of all features, `[rows, features]`, of float32 values `[rows, width]`."""
@@ -112,14 +142,14 @@ class AutoencoderStore:
 
     Attributes:
         folders: of the engine's own autoencoders, by name.
-        bound: bytes that all autoencoders take at most.
+        bound, host_bound: bytes that all autoencoders take at most, of the device and of the host's memory.
         release: is called to drop what keeps unused autoencoders.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.folders: Mapping[str, str] = {}
-        self.bound = BOUND
+        self.bound, self.host_bound = BOUND, HOST_BOUND
         self.release: Callable[[], None] = lambda: None
         self._recent: OrderedDict[bytes, DeviceAutoencoder] = OrderedDict()
         #: Those that something uses: the recent ones, and those of live requests.
@@ -150,22 +180,41 @@ class AutoencoderStore:
             one, packed = loaded.description, loaded.packed
         else:
             one, packed = sae, read(weights)
-        self._make_room(4 * size_of(one))
-        made = DeviceAutoencoder(one, to_tensors(np.array(packed, dtype=np.float32), self._device))
+        host = self._make_room(4 * size_of(one))
+        weights = np.array(packed, dtype=np.float32)
+        if host:
+            # Pinned, so that copies of it do not wait.
+            tensor = torch.from_numpy(weights)
+            tensor = tensor if self._device.type == "cpu" else tensor.pin_memory()
+        else:
+            tensor = to_tensors(weights, self._device)
+        made = DeviceAutoencoder(one, tensor, self._device, offloaded=host)
         self._recent[key] = self._alive[key] = made
         return made
 
-    def _make_room(self, needed: int) -> None:
-        if self._used() + needed > self.bound:
-            self.release()
-        while self._used() + needed > self.bound and self._recent:
-            self._recent.popitem(last=False)
-        used = self._used()
-        if used + needed > self.bound:
-            raise AutoencodersFull(
-                f"an autoencoder of {needed} bytes does not fit: autoencoders take {self.bound} bytes of the device at "
-                f"most (--sae-bytes), and those of running traces take {used}"
-            )
+    def _make_room(self, needed: int) -> bool:
+        """Drop what is not used until there is room. Returns whether that is the host's, and not the device's.
 
-    def _used(self) -> int:
-        return sum(one.nbytes for one in self._alive.values())
+        Raises:
+            AutoencodersFull: neither has room.
+        """
+        for host, bound in ((False, self.bound), (True, self.host_bound)):
+            if needed > bound:
+                continue
+            if self._used(host=host) + needed > bound:
+                self.release()
+            for key in list(self._recent):
+                if self._used(host=host) + needed <= bound:
+                    break
+                if self._recent[key].offloaded == host:
+                    del self._recent[key]
+            if self._used(host=host) + needed <= bound:
+                return host
+        raise AutoencodersFull(
+            f"an autoencoder of {needed} bytes does not fit: autoencoders take {self.bound} bytes of the device at "
+            f"most (--sae-bytes), and those of running traces take {self._used()}; and {self.host_bound} bytes of the "
+            f"host (--sae-host-bytes), of which {self._used(host=True)} are taken"
+        )
+
+    def _used(self, *, host: bool = False) -> int:
+        return sum(one.host_nbytes if host else one.nbytes for one in self._alive.values())

@@ -112,6 +112,7 @@ class Group:
         condition: where the members' conditions hold, if they have any.
         watch: writes what depends on the numbers that the group reads.
         collector: takes what the group reads at place `site`, if it reads.
+        location: where the group runs.
     """
 
     #: Whether the members' vectors are the same, and not stacked.
@@ -125,6 +126,7 @@ class Group:
     watch: Watch | None = None
     collector: Collector | None = None
     site = 0
+    location = ""
 
     def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
         self.members = members

@@ -19,7 +19,7 @@ from .attention import KeyGroup, PatternGroup
 from .groups import EditGroup, Group, Member, ReadGroup
 from .heads import HeadAblateGroup, HeadReadGroup
 from .later_groups import CoordinatesGroup, FeaturesGroup, HoldGroup, LensGroup, ProjectGroup, SteerFeaturesGroup
-from .patches import PatchGroup
+from .patches import KeepGroup, PatchGroup
 
 __all__ = ["group_kind"]
 
@@ -41,4 +41,6 @@ def group_kind(member: Member) -> type[Group]:
     """The class of the group that runs an intervention at its rows."""
     if member.keys:
         return KeyGroup
+    if member.op.gives:
+        return KeepGroup
     return _GROUPS.get(type(member.op.one), ReadGroup if member.op.reads else EditGroup)

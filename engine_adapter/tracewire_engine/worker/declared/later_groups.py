@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .conditions import Signals, on_device
-from .groups import EditGroup, LocationValues, ReadGroup, along, column, project
+from .groups import EditGroup, Group, LocationValues, Member, ReadGroup, Rows, along, column, project
 
 __all__ = ["CoordinatesGroup", "FeaturesGroup", "HoldGroup", "LensGroup", "ProjectGroup", "SteerFeaturesGroup"]
 
@@ -49,6 +49,10 @@ class ProjectGroup(EditGroup):
 class FeaturesGroup(ReadGroup):
     """Reads for `Features`: the activations of chosen features, or the greatest ones with their features."""
 
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        super().__init__(members, rows, residual, device)
+        self.steady = not _streams(self, chosen=self.one.indices is not None)
+
     def read(self, values: torch.Tensor) -> torch.Tensor:
         sae, stream = self.members[0].op.autoencoder, values.float()
         assert sae is not None
@@ -66,6 +70,10 @@ class FeaturesGroup(ReadGroup):
 class SteerFeaturesGroup(EditGroup):
     """Edits for `SteerFeatures`."""
 
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        super().__init__(members, rows, residual, device)
+        self.steady = not _streams(self, chosen=True)
+
     def _delta(self, location: LocationValues) -> torch.Tensor:
         sae, values = self.members[0].op.autoencoder, location.values(self.rows, self.residual).float()
         assert sae is not None
@@ -76,6 +84,12 @@ class SteerFeaturesGroup(EditGroup):
         add, scale, low, high = map(column, self.numbers)
         wanted = torch.minimum(torch.maximum(now * scale + add, _rows(low, now)), _rows(high, now))
         return along(wanted - now, self.matrix[..., count:, :])
+
+
+def _streams(group: Group, *, chosen: bool) -> bool:
+    """Whether a group copies an encoder from the host in each step, which no CUDA graph has."""
+    sae = group.members[0].op.autoencoder
+    return sae is not None and sae.streams(chosen=chosen)
 
 
 class HoldGroup(EditGroup):

@@ -36,6 +36,7 @@ from tracewire_engine.worker.parallel.topology import Topology
 
 from .autoencoder_store import DeviceAutoencoder
 from .conditions import Signals, condition_key
+from .kept_rows import KeptRows
 from .prepared import prepare, spanning_rows
 from .vector_cache import VectorCache
 
@@ -82,7 +83,7 @@ class DecodedCache:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
             probes = probes_of(placed)
             found = placed, [Op(one, live.values, self.vectors, probes) for one in placed]
-            if len(encoded) > LONG or any(map(_has_live, placed)):
+            if len(encoded) > LONG or any(_has_live(one) or one.kept is not None for one in placed):
                 return found
             self._entries[encoded] = found
             if len(self._entries) > REMEMBERED:
@@ -117,10 +118,11 @@ class Op:
     matrix: torch.Tensor | None
     bias: torch.Tensor | None
     autoencoder: DeviceAutoencoder | None
+    kept: KeptRows | None
 
     __slots__ = (
-        *("__weakref__", "autoencoder", "bias", "each_token", "grouping", "head_size", "heads", "key", "matrix"),
-        *("numbers", "one", "pattern", "sites"),
+        *("__weakref__", "autoencoder", "bias", "each_token", "gives", "grouping", "head_size", "heads", "kept", "key"),
+        *("matrix", "numbers", "one", "pattern", "sites"),
     )
 
     def __init__(
@@ -133,6 +135,9 @@ class Op:
         self.head_size = placed.heads
         self.heads = head_list(one)
         self.matrix = self.bias = self.autoencoder = None
+        #: Of a `Patch`: the values that it takes of another prompt, and whether this request gives them.
+        self.kept = None if placed.kept is None else vectors.kept.of(*placed.kept)
+        self.gives = placed.gives
         self.numbers: tuple[float, ...] = ()
         key: tuple[Any, ...] = ()
         if isinstance(one, Probe):
@@ -159,10 +164,7 @@ class Op:
                 self.matrix = vectors.get("basis", one.direction, spanning_rows)
                 key = (self.matrix.shape,)
         elif isinstance(one, Patch):
-            make = partial(_rows_of, 1 if self.heads is None else len(self.heads))
-            self.matrix = vectors.get(f"rows of {self.heads and len(self.heads)}", one.values, make)
-            self.numbers = (float(one.strength),)  # type: ignore[arg-type]
-            key = (self.matrix.shape[-1],)
+            key = self._prepare_patch(one, vectors)
         elif isinstance(one, HeadAblate):
             self.numbers = (float(one.keep),)  # type: ignore[arg-type]
             if one.mean is not None:
@@ -182,6 +184,14 @@ class Op:
         self.grouping = self.sites, self.key
         #: Whether it reads or edits the row of each token that a request generates.
         self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
+
+    def _prepare_patch(self, one: Patch, vectors: VectorCache) -> tuple[Any, ...]:
+        self.numbers = (float(one.strength),)  # type: ignore[arg-type]
+        if one.prompt is not None:
+            return ("gives" if self.gives else "takes",)
+        make = partial(_rows_of, 1 if self.heads is None else len(self.heads))
+        self.matrix = vectors.get(f"rows of {self.heads and len(self.heads)}", one.values, make)
+        return (self.matrix.shape[-1],)
 
     @property
     def rowwise(self) -> bool:

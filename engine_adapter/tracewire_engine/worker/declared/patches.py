@@ -1,4 +1,4 @@
-"""Patches of several requests that run together at one location."""
+"""Patches of several requests that run together at one location, and what prompts keep for patches of others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,30 @@ import torch
 
 from .groups import Group, LocationValues, Member, Rows, column, spread
 from .heads import replace_heads, slots_of
+from .ops import Op
 
-__all__ = ["PatchGroup"]
+__all__ = ["KeepGroup", "PatchGroup"]
+
+
+class KeepGroup(Group):
+    """Keeps the values of a prompt's rows for the patches of the trace's other prompts."""
+
+    #: It runs in steps of prompts only.
+    steady = False
+
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        super().__init__(members, rows, residual, device)
+        self._slots = slots_of(self) if members[0].op.heads is not None else None
+
+    def run(self, location: LocationValues) -> None:
+        values = location.values(self.rows, self.residual)
+        if self._slots is not None:
+            places, _ = self._slots.here(location)
+            values = values.reshape(len(values), -1, self._slots.size).index_select(1, places).flatten(1)
+        for member, piece in zip(self.members, values.split(self.rows.counts), strict=True):
+            kept = member.op.kept
+            assert kept is not None
+            kept.keep(self.location, member.at, piece)
 
 
 class PatchGroup(Group):
@@ -18,7 +40,7 @@ class PatchGroup(Group):
     def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         #: float32 `[rows, width]`: the new value of each row. It is not spread before the location is reached.
-        self._sources = [(member.op.matrix, member.at) for member in members]
+        self._sources = [(member.op, member.at) for member in members]
         self._values: torch.Tensor | None = None
         self._slots = slots_of(self) if members[0].op.heads is not None else None
         self.by_head = self._slots is not None
@@ -49,12 +71,18 @@ class PatchGroup(Group):
     def _spread(self) -> torch.Tensor:
         if self._values is None:
             pieces = [
-                _rows(matrix, at, count) for (matrix, at), count in zip(self._sources, self.rows.counts, strict=True)
+                _rows(self._matrix(op), at, count)
+                for (op, at), count in zip(self._sources, self.rows.counts, strict=True)
             ]
             self._values = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return self._values
 
+    def _matrix(self, op: Op) -> torch.Tensor:
+        """A patch's values, a row for each position or one for all of them."""
+        found = op.matrix if op.kept is None else op.kept.rows(self.location)
+        assert found is not None
+        return found
 
-def _rows(matrix: torch.Tensor | None, at: int, count: int) -> torch.Tensor:
-    assert matrix is not None
+
+def _rows(matrix: torch.Tensor, at: int, count: int) -> torch.Tensor:
     return matrix.expand(count, -1) if len(matrix) == 1 else matrix[at : at + count]

@@ -265,6 +265,10 @@ class DeclaredRequests:
             self.pools.release(id(found))
         return found
 
+    def forget(self, run: str) -> None:
+        """Drop what prompts of a run have kept for its other prompts."""
+        self.decoded.vectors.kept.forget(run)
+
     def fail(self, members: Iterable[Member], error: Exception) -> None:
         """End the interventions of these members' requests with an error. Other requests are unaffected."""
         for member in members:
@@ -441,6 +445,8 @@ class DeclaredRequests:
                     continue
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
                 group = group_kind(members[0])(members, rows, residual, self._device)
+                group.location = location
+                plan.steady &= group.steady
                 if collector is not None:
                     group.collector, group.site = collector, place
                 if isinstance(group, SiteGroup):

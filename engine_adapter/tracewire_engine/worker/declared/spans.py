@@ -40,6 +40,8 @@ def spans_of(op: Op, declaration: Declaration, chunk: Chunk) -> list[tuple[int, 
 
 
 def _patched(op: Op, one: Patch, chunk: Chunk) -> list[tuple[int, int, int]]:
+    if one.prompt is not None and op.kept is None:
+        return []  # it is between other prompts of the trace
     positions = prompt_positions(one.positions, chunk.prompt)
     if positions is None:
         start, count = _edited(str(one.positions), chunk)

@@ -17,6 +17,7 @@ from tracewire_engine.protocol.input_files import InputFolder, vector_path
 from tracewire_engine.worker.tensors import to_tensors
 
 from .autoencoder_store import AutoencoderStore
+from .kept_rows import KeptStore
 
 __all__ = ["VectorCache"]
 
@@ -36,6 +37,7 @@ class VectorCache:
         self._vectors: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self._bytes = 0
         self.autoencoders = AutoencoderStore(device)
+        self.kept = KeptStore()
 
     def get(
         self, purpose: str, value: Any, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.declared_plans import Graphs
+from tests.support.declared_plans import HIDDEN, Graphs
 from tests.support.later_plans import autoencoder, play, vector
 from tracewire_bus.wire.messages import Features, Hold, Probe
+from tracewire_engine.worker.declared import autoencoder_store
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 
@@ -19,6 +20,36 @@ def test_a_plan_is_what_its_interventions_mean_row_by_row(seed: int) -> None:
     for name in list(declared.live):
         declared.pop(name)
     assert len(declared.signals._free) == len(declared.signals.values)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_autoencoders_in_the_hosts_memory_do_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where plans are recorded: no recording has a copy from the host in it."""
+    monkeypatch.setattr(autoencoder_store, "_PIECE", 5 * 4 * HIDDEN)
+    declared = DeclaredRequests(torch.device("cpu"))
+    declared.recorder = Graphs()  # type: ignore[assignment]
+    store = declared.decoded.vectors.autoencoders
+    store.bound, store.host_bound = 0, 1 << 30
+    play(seed, declared, steps=45)
+    assert all(one.offloaded for one in store._recent.values())
+    assert seed or store._recent
+
+
+def test_what_streams_an_encoder_is_planned_anew_in_each_step() -> None:
+    relu, recordings = autoencoder("relu"), []
+    for one in (
+        Features("f", "", relu, indices=[1, 3]),
+        Features("f", "", relu, top_k=3, threshold=0.1),
+        Features("f", "", autoencoder("topk"), indices=[1]),
+    ):
+        declared = DeclaredRequests(torch.device("cpu"))
+        graphs = Graphs()
+        declared.recorder = graphs  # type: ignore[assignment]
+        store = declared.decoded.vectors.autoencoders
+        store.bound, store.host_bound = 0, 1 << 30
+        play(7, declared, steps=45, arrivals=0.02, make=lambda rng, one=one: [(one, [1])])
+        recordings.append(bool(graphs.made))
+    assert recordings == [True, False, False]
 
 
 @pytest.mark.parametrize("seed", range(4))
