@@ -100,8 +100,8 @@ class NamedArrays:
         entry of another one.
 
         Raises:
-            TraceRejected: there is no such entry, it is another tenant's, or it does not fit the field, the model or the
-                location.
+            TraceRejected: there is no such entry, it is another tenant's, or it does not fit the field, the model or
+                the location.
             BusUnavailable: Redis does not answer.
         """
         found: list[Declared] = list(interventions)
