@@ -149,6 +149,14 @@ def test_files_and_tests_are_there(page: Path) -> None:
         assert f"def {name}(" in tests, name
 
 
+def test_the_tests_that_the_page_of_security_names_are_in_the_files_that_it_names() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 60
+    for path, name in named:
+        assert re.search(rf"^(?:async )?def {name}\(", (ROOT / "tests" / path).read_text(), re.MULTILINE), (path, name)
+
+
 def test_the_tests_that_the_page_of_edits_names_are_there() -> None:
     text = (ROOT / "docs" / "edits.md").read_text()
     files_by_letter = dict(re.findall(r"`(\w)` is `(tests/[\w/]+\.py)`", text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +95,18 @@ async def test_strengths_are_swept(
     [
         (("--prompts", "yes.txt"), "--prompts: expected --strengths with it"),
         (("--strengths=1",), "--strengths: expected --prompts with it"),
-        (("--strengths=1", "--prompts", "yes.txt", "--score", "nope.py::f"), "--score: expected a Python file, got 'nope.py'"),
-        (("--strengths=1", "--prompts", "yes.txt", "--score", "scores.py::f"), "--score: scores.py has no function 'f'"),
-        (("--strengths=1", "--prompts", "yes.txt", "--score", "scores.py::most"), "--score: scores.py has no function 'most'"),
+        (
+            ("--strengths=1", "--prompts", "yes.txt", "--score", "nope.py::f"),
+            "--score: expected a Python file, got 'nope.py'",
+        ),
+        (
+            ("--strengths=1", "--prompts", "yes.txt", "--score", "scores.py::f"),
+            "--score: scores.py has no function 'f'",
+        ),
+        (
+            ("--strengths=1", "--prompts", "yes.txt", "--score", "scores.py::most"),
+            "--score: scores.py has no function 'most'",
+        ),
         (("--positive", "gone.txt"), "--positive: gone.txt cannot be read: No such file"),
         (("--positive", "bad.jsonl"), "--positive: line 1 of bad.jsonl is no JSON"),
         (("--positive", "odd.jsonl"), "--positive: line 1 of odd.jsonl: expected a text"),

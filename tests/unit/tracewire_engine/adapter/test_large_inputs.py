@@ -12,7 +12,7 @@ import torch
 
 from tests.support.equality import equal
 from tracewire_bus.bus import Bus
-from tracewire_bus.wire.messages import Block, Invoke, Submission
+from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, Block, Invoke, Submission
 from tracewire_bus.wire.packing import pack
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter.engine_api import Rejection
@@ -67,6 +67,17 @@ async def test_a_submission_that_cannot_be_decoded_is_left_to_the_workers(bus: B
         pass
     async with Inputs(bus.blobs, tmp_path).of(Submission(trace="t", model="m", invokes=[], live=pack([1]))):
         pass
+
+
+async def test_images_that_are_too_large_are_not_fetched(tmp_path: Path) -> None:
+    image = ArrayRef("uint8", (MAX_MEDIA_BYTES // 6 + 1, 1, 3), bytes(16), "i", "i")
+    one = Invoke(prompt="x", media=pack({"image": [image, image]}))
+    # Without blobs: whoever asked for one would fail.
+    inputs: Any = Inputs(None, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(Rejection, match=f"at most {MAX_MEDIA_BYTES} bytes") as refused:
+        async with inputs.of(Submission(trace="t", model="m", invokes=[Invoke(prompt="y"), one])):
+            pytest.fail("it ran")
+    assert refused.value.failure.field == "invokes[1].prompt.multi_modal_data"
 
 
 async def test_a_digest_alone_gives_nobody_another_traces_value(bus: Bus, tmp_path: Path) -> None:
