@@ -334,6 +334,19 @@ def test_hosts() -> None:
     above_zero(found, "host_mb", "step_ms", "hosts_running")
 
 
+def test_starts() -> None:
+    found = figures("starts", "--no-up", "--rounds", "1")["commands"]
+    assert found["tracewire --version"]["cpu_ms"] >= found["python -c pass"]["cpu_ms"] > 0
+
+
+@own_engine
+@pytest.mark.full
+def test_starts_to_the_first_token() -> None:
+    found = figures("starts", "--rounds", "1")["up"]
+    assert 0 < found["ready_s"] < found["first_token_s"]
+    assert found["plain_vllm_s"] > 0
+
+
 def test_guards() -> None:
     found = figures("guards", "--traces", "8", "--tokens", "40", "--step-ms", "20")
     assert found["alarms"] > 0

@@ -99,6 +99,7 @@ RUN_BY = {
     "tracewire gateway --new-key": _CLI + "gateway.py::test_a_new_key_can_be_used",
     "tracewire record": _CLI + "record.py::test_a_trace_is_recorded_shown_and_run_again",
     "tracewire guard": _CLI + "guard.py::test_decisions_are_printed",
+    "python -m benchmarks.starts": _BENCHMARKS + "starts",
     "python -m benchmarks.guards": _BENCHMARKS + "guards",
     "tracewire harvest": "tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",
     "tracewire watch": _CLI + "traces.py::test_watch_prints_a_trace_to_its_end",

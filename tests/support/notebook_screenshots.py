@@ -127,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
     to = parser.parse_args(arguments).to
     to.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=60_000)
     anyio.run(run, to)
     return 0
 
