@@ -20,6 +20,7 @@ from tracewire_engine.protocol.keys import (
     LINK_ADDRESS,
 )
 
+from .answers import ModelAnswers
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
 from .reading import ModelPaths
@@ -60,6 +61,12 @@ def _extra(module: torch.nn.Module) -> str:
         return ""
 
 
+def _has_attention(module: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(module, AttentionLayerBase)
+
+
 def hosted_blocks(runner: Any) -> HostedBlocks | None:
     """The hosts of a worker's blocks; `None` if blocks run in the worker."""
     config = runner.vllm_config.additional_config
@@ -91,5 +98,7 @@ def hosted_blocks(runner: Any) -> HostedBlocks | None:
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
     hosts = HostedBlocks(model, paths, pool, reports, step_s)
+    scheduler = runner.vllm_config.scheduler_config
+    hosts.answers = ModelAnswers(model, scheduler.max_num_batched_tokens, _has_attention)
     hosts.answers.inputs = runner.tracewire_inputs
     return hosts
