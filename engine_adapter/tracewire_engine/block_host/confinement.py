@@ -109,10 +109,12 @@ def confine(readable: Iterable[str], *, memory: int) -> list[str]:
         What this kernel lacks or refuses, to be logged.
     """
     missing = []
-    # Set first: a change of the user clears the death signal.
     for what, step in (
+        # Another user, and a process that cannot be traced, may not set it.
+        ("an early end when memory is short", _end_first),
         ("namespaces", _leave_namespaces),
         ("another user", _change_user),
+        # A change of the user clears it.
         ("a death signal", die_with_parent),
         ("no core dumps, no tracing", lambda: _control(_SET_DUMPABLE, 0)),
         ("no new privileges", lambda: _control(_SET_NO_NEW_PRIVILEGES, 1)),
@@ -178,6 +180,12 @@ def _limit(memory: int) -> None:
         (resource.RLIMIT_NICE, 0),
     ):
         resource.setrlimit(limit, (most, most))
+
+
+def _end_first() -> None:
+    """Have the kernel end this process before others of the machine, such as the engine, when memory runs out."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 class _Rule(ctypes.Structure):

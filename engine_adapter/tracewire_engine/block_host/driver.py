@@ -17,6 +17,7 @@ from tracewire_engine.link.described_objects import made
 from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import (
+    MOST_SAID,
     Answer,
     Began,
     Chunk,
@@ -179,7 +180,7 @@ class Driver:
             else:
                 session = self._session
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
-                self._calls.send(_encode(reply))
+                self._say(reply)
             self._link.flush(turns, self._mark, replied=turn.waits)
 
     @staticmethod
@@ -235,6 +236,12 @@ class Driver:
         self._returned.write(tensor, start)
         return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
+    def _say(self, said: Reply | Request) -> None:
+        message = _encode(said)
+        if len(message) > MOST_SAID:
+            raise SharedValueError(f"a message of {len(message)} bytes to the model; at most {MOST_SAID} are taken")
+        self._calls.send(message)
+
     # --- asked by a block ---------------------------------------------------------------------------------------------
 
     def _call(self, path: str, value: Any) -> Any:
@@ -255,7 +262,7 @@ class Driver:
 
     def _ask(self, request: Request) -> Any:
         with time_limit.shielded(waiting=True):
-            self._calls.send(_encode(request))
+            self._say(request)
             answer = _answers.decode(self._calls.receive())
             if answer.error is not None:
                 kind, message = answer.error

@@ -19,6 +19,9 @@ _HEAD = struct.Struct("<I")
 #: How many bytes are read at once, and how many the kernel may hold of messages that the other end has not read.
 _PIECE, _HELD = 1 << 18, 4 << 20
 
+#: In how many pieces a message may come, besides one for each so many bytes: each piece wakes its reader.
+_PIECES, _PER_PIECE = 1024, 1 << 10
+
 
 class ChannelClosed(ConnectionError):
     """The other end of the channel is gone, or what it sent is no message."""
@@ -46,6 +49,7 @@ class HostChannel:
         self._waits = 0
         self._lock = threading.Lock()
         self._read = bytearray()
+        self._pieces = 0
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once it is closed."""
@@ -143,6 +147,9 @@ class HostChannel:
         if not piece:
             raise ChannelClosed("the other end has closed it")
         self._read += piece
+        self._pieces += 1
+        if self._pieces > _PIECES + len(self._read) // _PER_PIECE:
+            raise ChannelClosed(f"a message comes in more than {_PIECES} pieces")
 
     def _next(self) -> bytes | None:
         if len(self._read) < _HEAD.size:
@@ -155,6 +162,7 @@ class HostChannel:
             return None
         message = bytes(memoryview(self._read)[_HEAD.size : end])
         del self._read[:end]
+        self._pieces = 0
         return message
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ _TENSOR, _TUPLE, _LIST, _DICT, _OTHER = range(5)
 #: The name of the kind of value that stands for one that cannot be shared.
 OPAQUE = _OTHER
 
-#: How deep values may nest.
-_DEPTH = 16
+#: How deep values may nest, and how many dimensions a tensor may have.
+_DEPTH, _DIMENSIONS = 16, 64
 
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -60,17 +60,25 @@ class RowBytes:
         Raises:
             SharedValueError: there is no such tensor.
         """
-        dtype = _DTYPES.get(shape.dtype)
-        if dtype is None or any(size < 0 for size in shape.shape):
-            raise SharedValueError(f"no tensor has this dtype and shape: {shape!r}"[:200])
-        size = dtype.itemsize
-        for length in shape.shape:
-            size *= length
+        size, dtype = _size_of(shape), _DTYPES[shape.dtype]
         if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
             raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
         if not size:
             return torch.empty(shape.shape, dtype=dtype)
         return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+
+    def check_apart(self, shapes: Sequence[Shape]) -> None:
+        """Check that tensors that another process has written lie apart: copies of them take no more than this memory.
+
+        Raises:
+            SharedValueError: they do not, or there is no such tensor.
+        """
+        end = 0
+        for shape in sorted(shapes, key=lambda one: one.start):
+            size = _size_of(shape)
+            if size and shape.start < end:
+                raise SharedValueError("two tensors share their memory")
+            end = max(end, shape.start + size)
 
 
 class CopiedRows:
@@ -159,6 +167,21 @@ class RowMemory(RowBytes):
         os.close(self.descriptor)
 
 
+def _size_of(shape: Shape) -> int:
+    """How many bytes a tensor takes.
+
+    Raises:
+        SharedValueError: no tensor has this dtype and shape.
+    """
+    dtype = _DTYPES.get(shape.dtype)
+    if dtype is None or len(shape.shape) > _DIMENSIONS or any(not 0 <= size < 1 << 48 for size in shape.shape):
+        raise SharedValueError(f"no tensor has this dtype and shape: {shape!r}"[:200])
+    size: int = dtype.itemsize
+    for length in shape.shape:
+        size *= length
+    return size
+
+
 Writer = Callable[[torch.Tensor], Shape]
 
 
@@ -205,8 +228,9 @@ def unpack_value(shared: Shared, read: Callable[[int, Shape], torch.Tensor], oth
         other: makes the object that a plain value stands for.
 
     Raises:
-        SharedValueError: `shared` is no value.
+        SharedValueError: `shared` is no value, or names a tensor twice: then few bytes could become many tensors.
     """
+    unread = set(range(len(shared.tensors)))
 
     def unpack(node: Any, depth: int) -> Any:
         if not isinstance(node, list):
@@ -214,7 +238,8 @@ def unpack_value(shared: Shared, read: Callable[[int, Shape], torch.Tensor], oth
         if depth > _DEPTH or not node:
             raise SharedValueError("a value nests too deep, or is of no kind")
         kind, rest = node[0], node[1:]
-        if kind == _TENSOR and len(rest) == 1 and type(rest[0]) is int and 0 <= rest[0] < len(shared.tensors):
+        if kind == _TENSOR and len(rest) == 1 and type(rest[0]) is int and rest[0] in unread:
+            unread.remove(rest[0])
             return read(rest[0], shared.tensors[rest[0]])
         if kind == _TUPLE:
             return tuple([unpack(item, depth + 1) for item in rest])

@@ -11,15 +11,18 @@ list of small numbers, names and indices of tensors (`link/shared_rows.py`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from tracewire_bus.wire.messages import Failure
 
 from .messages import FinishRecord, StepRecord
 
 __all__ = [
+    "MOST_RECORDS",
+    "MOST_SAID",
     "SOURCE",
     "Answer",
     "Arrived",
@@ -44,6 +47,13 @@ __all__ = [
     "Turn",
     "Wait",
 ]
+
+
+#: The largest `Reply` or `Request`, in bytes: the model waits while a worker reads it.
+MOST_SAID: Final = 1 << 20
+
+#: How many records a `Reported` may have of each kind.
+MOST_RECORDS: Final = 1 << 16
 
 
 class Shape(NamedTuple):
@@ -194,8 +204,8 @@ class Reported(msgspec.Struct, array_like=True, tag="reported"):
     many turns the host has taken, and `mark` is that of the last `Ended` among them.
     """
 
-    steps: list[StepRecord] = []
-    finishes: list[FinishRecord] = []
+    steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)] = []
+    finishes: Annotated[list[FinishRecord], Meta(max_length=MOST_RECORDS)] = []
     turns: int = 0
     mark: int = 0
 

@@ -235,7 +235,7 @@ class SaveSnapshot:
     Arrays are found by identity, so one that is saved under two names is frozen once.
     """
 
-    __slots__ = ("_budget", "_frozen", "_still", "array", "local", "taken", "texts")
+    __slots__ = ("_budget", "_frozen", "_still", "array", "items", "local", "taken", "texts")
 
     def __init__(self, host: HostCopy, budget: LargeArrayBudget, *, still: bool = False) -> None:
         #: Returns the host copy of a small tensor that was given to `HostCopy.prime`, or `None`.
@@ -249,6 +249,8 @@ class SaveSnapshot:
         self.taken: list[LargeArray] = []
         #: How many bytes the saved texts and byte strings found so far take.
         self.texts = 0
+        #: How many items the saved containers have gained.
+        self.items = 0
 
     def frozen(self, value: Any) -> Frozen | None:
         """The earlier result of `freeze` for `value`."""

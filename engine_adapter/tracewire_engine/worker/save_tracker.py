@@ -50,6 +50,9 @@ WINDOW = 256
 #: before the time limit ends it, and all other requests would wait for them.
 MOST_ITEMS = 2**18
 
+#: How many items all lists, dicts and sets of one choice may gain together in one step.
+MOST_ITEMS_TOGETHER = 2**20
+
 #: The limit for all texts and bytes that one choice saves in one step, in bytes: they are part of its output's event.
 MOST_TEXT = 64 * 1024 * 1024
 
@@ -494,7 +497,7 @@ def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]
     elif cls is list or cls in _DICTS:
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
-        _check_gain(len(value), path)
+        _check_gain(len(value), path, copies)
         box = _Box(value)
         if cls is list:
             sent: Any = []
@@ -510,7 +513,7 @@ def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]
                 box.put(key, item, shadow)
         return sent, box
     elif cls is set:
-        _check_gain(len(value), path)
+        _check_gain(len(value), path, copies)
         return wire(value, path), _SetLeaf(value, digest(value))
     elif cls not in _FIXED:
         frozen = copies.freeze(value, path)
@@ -527,7 +530,7 @@ def _walk(
 ) -> None:
     """Add the deltas of a container that is the same object as before."""
     if isinstance(box, _SetLeaf):
-        _resend(box, path, deltas, undo)
+        _resend(box, path, copies, deltas, undo)
         return
     value = box.value
     start = stop = 0
@@ -545,7 +548,7 @@ def _walk(
         for index in _replaced(items, value, start, stop):
             _put(box, index, value[index], (*path, index), copies, deltas, undo)
         if len(value) > known:
-            _check_gain(len(value) - known, path)
+            _check_gain(len(value) - known, path, copies)
             undo.appended(box, known)
             sent = []
             for index in range(known, len(value)):
@@ -554,7 +557,7 @@ def _walk(
                 box.append(value[index], shadow)
             deltas.append(Append(path=path, items=sent))
     else:
-        _check_gain(len(value) - len(box.items), path)
+        _check_gain(len(value) - len(box.items), path, copies)
         for key in [key for key in box.items if key not in value]:
             deltas.append(Delete(path=(*path, _key(key, path))))
             undo.replaced(partial(_put_back, box, key, box.items[key], box.shadows[key]))
@@ -570,7 +573,7 @@ def _walk(
             _walk(child, (*path, _key(key, path)), copies, deltas, whole, undo)
 
 
-def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> None:
+def _resend(leaf: _SetLeaf, path: _Path, copies: SaveSnapshot, deltas: list[Delta], undo: _Undo) -> None:
     """Send a set whose items have changed. A set is sent whole.
 
     Of a set of more than `WINDOW` items only the size is compared until the end, which compares contents. Such a set
@@ -583,7 +586,7 @@ def _resend(leaf: _SetLeaf, path: _Path, deltas: list[Delta], undo: _Undo) -> No
         leaf.held = set(value) if len(value) <= WINDOW else None
         if len(value) > WINDOW and change * 4 < leaf.size:
             return
-        _check_gain(change, path)
+        _check_gain(change, path, copies)
         deltas.append(Set(path=path, value=wire(value, path)))
         leaf.size, leaf.digest = len(value), digest(value)
 
@@ -601,9 +604,16 @@ def _key(key: Any, path: _Path) -> Any:
     return encode_key(plain) if type(plain) is tuple else plain
 
 
-def _check_gain(count: int, path: _Path) -> None:
+def _check_gain(count: int, path: _Path, copies: SaveSnapshot) -> None:
     if count > MOST_ITEMS:
         raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
+    copies.items += max(0, count)
+    if copies.items > MOST_ITEMS_TOGETHER:
+        raise Unsavable(
+            path,
+            f"the saves gained {copies.items} items together in one step, more than the {MOST_ITEMS_TOGETHER} that can "
+            "be sent",
+        )
 
 
 def _check_size(value: Any, path: _Path, copies: SaveSnapshot) -> None:

@@ -27,7 +27,7 @@ from tracewire_bus.wire.messages import (
 )
 from tracewire_bus.wire.packing import wire
 
-__all__ = ["INNOCENTS", "TOKENS", "Batch", "Seen", "run_batch", "run_traces", "source_block"]
+__all__ = ["INNOCENTS", "TOKENS", "Batch", "Seen", "is_late", "run_batch", "run_traces", "source_block"]
 
 #: How many tokens each innocent trace generates.
 TOKENS = 24
@@ -140,6 +140,11 @@ class Seen:
                 self.broken = f"{type(error).__name__}: {error}"
 
 
+def is_late(seen: Seen) -> bool:
+    """Whether a trace ended because its block took too long."""
+    return seen.error is not None and seen.error.type == "BlockTimeout"
+
+
 @dataclass
 class Batch:
     """The innocent traces of a batch by name, the offender, and whether all have ended in time."""
@@ -153,6 +158,11 @@ class Batch:
     def pause_s(self) -> float:
         """The longest pause of a plain innocent trace: the clock of their outputs is the adapter's, not the block's."""
         return max(seen.pause_s for name, seen in self.innocents.items() if name.startswith("plain"))
+
+    @property
+    def late(self) -> list[str]:
+        """The innocent traces that ended because their own blocks took too long, as on a machine that is too busy."""
+        return [name for name, seen in self.innocents.items() if is_late(seen)]
 
     def outcomes(self) -> dict[str, tuple[Any, ...]]:
         return {name: seen.outcome() for name, seen in self.innocents.items()}

@@ -127,6 +127,10 @@ class TriedEngine:
             with suppress(psutil.Error):
                 process.kill()
 
+    async def kill_late(self) -> None:
+        """Kill vLLM's processes, when a batch has taken too long."""
+        self.kill_model()
+
     async def settled(self, processes: int) -> bool:
         """Whether the engine has at most this many processes, at once or a little later."""
         with anyio.move_on_after(_SETTLE_S) as late:

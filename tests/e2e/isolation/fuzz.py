@@ -32,6 +32,9 @@ __all__ = ["eligible", "run_fuzz"]
 
 _BATCH, _TOKENS, _PATIENCE_S = 8, 16, 60.0
 
+#: How long a step waits for blocks of hosts, in milliseconds: pauses are not measured here, and a machine may be busy.
+_STEP_MS = 2000
+
 #: Kinds that damage files or read them, which the runs do not prepare, and those that take long.
 _LEFT_OUT = frozenset({"integers-250000-a-step", "integers-1000000-a-step", "saves-10000-names", "message-of-200mb"})
 
@@ -120,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args(arguments)
     try:
-        mode = mode_options(options.mode)
+        mode = mode_options(options.mode, _STEP_MS)
     except LookupError as error:
         print(f"fuzz: {error}", file=sys.stderr)
         return 2

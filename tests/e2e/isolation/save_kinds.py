@@ -48,7 +48,7 @@ SAVE_KINDS = [
         ),
         meets="ends",
     ),
-    Kind("message-of-200mb", once("raise ValueError('x' * 200_000_000) #!"), error="ValueError"),
+    Kind("message-of-200mb", once("raise ValueError('x' * 200_000_000) #!"), error="ValueError|BlockTimeout"),
     Kind("error-text-raises", once("class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd() #!")),
     Kind("error-lies-about-class", once("class Odd(Exception):\n    __class__ = int\nraise Odd() #!")),
     Kind("recursion", once("def deeper(): return deeper()\ndeeper()"), error="RecursionError"),

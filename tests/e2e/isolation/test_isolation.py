@@ -11,12 +11,12 @@ import pytest
 from tracewire_bus.wire.messages import Failure
 
 from . import fuzz, page, table
-from .batch import Seen
+from .batch import Batch, Seen
 from .engine import offers_modes
 from .generated import generate
 from .kinds import Kind, marked_line, once, unique
 from .table import KINDS, mode_options, summary
-from .trial import PAUSE_S, Verdict, trial, unmet
+from .trial import PAUSE_S, Verdict, excess, trial, unmet
 
 #: A few kinds that inline mode contains: of values, time, saves, the process and its state.
 FEW = [
@@ -115,6 +115,19 @@ def test_an_offender_s_end_is_compared_with_its_kind(
     seen = Seen()
     seen.fold.status, seen.fold.error = status, failure  # type: ignore[assignment]
     assert unmet(kind, seen) == expected
+
+
+def test_a_busy_machine_makes_the_control_late_too_and_a_kind_that_stalls_only_itself() -> None:
+    assert excess([1.4, 0.2, 0.9, 1.1, 0.3], [0.8, 1.2, 0.2, 0.3, 1.0]) <= PAUSE_S
+    assert excess([0.9, 0.5, 1.4, 0.8, 0.1], [0.2, 0.3, 0.1, 1.2, 0.2]) > PAUSE_S
+    assert excess([0.1], [0.4]) == 0
+
+
+def test_an_innocent_trace_is_late_if_its_own_block_took_too_long() -> None:
+    calm, late, wrong = Seen(), Seen(), Seen()
+    late.fold.error = Failure(type="BlockTimeout", message="")
+    wrong.fold.error = Failure(type="ValueError", message="")
+    assert Batch({"calm": calm, "late": late, "wrong": wrong}, None, True, 1.0).late == ["late"]
 
 
 def test_the_summary_names_each_kind_where_it_belongs() -> None:

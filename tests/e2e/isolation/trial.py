@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,15 +16,29 @@ import psutil
 from tests.support.until import until
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.messages import Block
 
-from .batch import Batch, Seen, run_batch, source_block
+from .batch import Batch, Seen, is_late, run_batch, source_block
 from .engine import TriedEngine
 from .kinds import CANARY, Kind, marked_line
 
-__all__ = ["PAUSE_S", "Trial", "Verdict", "trial"]
+__all__ = ["PAUSE_S", "Trial", "Verdict", "excess", "trial"]
 
 #: By how much the longest pause of an innocent trace may exceed the control's, in seconds.
 PAUSE_S = 0.25
+
+#: How many of the last control runs a pause is compared with, and how often a pause that exceeds them is measured anew,
+#: each time beside another control run.
+_RECENT, ROUNDS = 5, 5
+
+#: How often a control is run while the machine is too busy for it.
+_BUSY = 5
+
+#: How much longer a batch may take than its patience, in times of what a batch without an offender takes.
+_USUAL = 5
+
+#: The block of a control's eighth trace.
+_ENDS_EARLY = "for step in tracer.iter[:]:\n    if step == 3: raise ValueError('control')\n"
 
 #: How long a batch may take before the engine counts as hung, and by how much memory may have grown, in bytes.
 _PATIENCE_S, _GROWN = 45.0, 400 << 20
@@ -37,8 +52,8 @@ model.model.layers[0].output
 def read(what):
     try:
         return what()
-    except OSError as error:
-        return type(error).__name__
+    except OSError:
+        return None
 umask = os.umask(0o22)
 os.umask(umask)
 state = {
@@ -93,9 +108,13 @@ class Verdict:
         status, error, line, message: of the offender's trace at its end.
         unmet: how the offender's end differs from what the kind says; empty if it does not.
         harmed: the innocent traces whose outcome differs from the control's; traces that come later are `later NAME`.
+        late: those that ended with a `BlockTimeout` of their own, as they also do on a machine that is too busy.
         restarted: whether the engine's process was lost, or an innocent trace needed a second attempt.
         hung: whether the engine had to be killed.
-        pause_s: by how much the longest pause exceeds the control's, in seconds.
+        pause_s: by how much the longest pause exceeds the control's, in seconds. If it was measured again: the
+            difference of the medians.
+        pauses, control_pauses: the longest pauses of each run beside the kind, and of the control runs between them,
+            in seconds, if they were measured again.
         left: what is left behind in the engine: state, processes, memory.
         stole: whether the offender saved the secret, or rows of others.
     """
@@ -107,9 +126,12 @@ class Verdict:
     message: str = ""
     unmet: str = ""
     harmed: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     restarted: bool = False
     hung: bool = False
     pause_s: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+    control_pauses: list[float] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     stole: bool = False
 
@@ -143,7 +165,10 @@ class Trial:
         self.bus, self.engine = bus, engine
         self._folder, self._port, self._count = folder, port, 0
         self.control: dict[str, tuple[Any, ...]] = {}
-        self.control_pause_s = 0.0
+        #: The longest pauses of the last control runs, in seconds: the machine's load changes.
+        self._pauses: deque[float] = deque(maxlen=_RECENT)
+        #: How long the last batches took that had no offender, in seconds.
+        self._took: deque[float] = deque(maxlen=_RECENT)
         self._state: dict[str, Any] = {}
         self._processes = 0
         #: The model's processes when the last kind was tried.
@@ -160,20 +185,27 @@ class Trial:
         Raises:
             RuntimeError: they differ from each other, or from those of an earlier engine.
         """
-        await self._batch(None)
-        ends_early = source_block("for step in tracer.iter[:]:\n    if step == 3: raise ValueError('control')\n")
-        controls = [await self._batch(ends_early), await self._batch(None), await self._batch(ends_early)]
+        ends_early = source_block(_ENDS_EARLY)
+        controls = [await self._control_batch(one) for one in (None, ends_early, None, ends_early)][1:]
         outcomes = [self.control or controls[0].outcomes(), *(one.outcomes() for one in controls)]
         if any(one != outcomes[0] for one in outcomes):
             raise RuntimeError("control runs differ from each other")
         if any(status != "finished" for status, *_ in outcomes[0].values()):
             raise RuntimeError(f"a control run did not finish: {outcomes[0]}")
         self.control = outcomes[0]
-        self.control_pause_s = statistics.median(one.pause_s for one in controls)
+        self._pauses.extend(one.pause_s for one in controls)
         state = await self._state_now()
         if state is None:
             raise RuntimeError("a block cannot read the engine's state")
         self._state, self._processes = state, len(self.engine.below())
+
+    async def _control_batch(self, eighth: Block | None) -> Batch:
+        """Run a batch with a harmless eighth trace, again while the machine is too busy for it."""
+        for _ in range(_BUSY):
+            batch = await self._batch(eighth)
+            if not batch.late:
+                break
+        return batch
 
     async def again(self) -> None:
         """Have an engine in a clean state: the one that its supervisor has started, or else one started anew."""
@@ -203,20 +235,55 @@ class Trial:
             if verdict.hung:
                 self.engine.kill_model()
 
-        source = kind.source.replace("{folder}", str(self._folder)).replace("{port}", str(self._port))
-        batch = await self._batch(source_block(source), on_late, kind.patience_s)
+        batch = await self._batch(self._block(kind), on_late, kind.patience_s)
         self._compare(batch, kind, verdict)
         lost = self.engine.model_processes() != before or any(one.attempts > 1 for one in batch.innocents.values())
         verdict.restarted = lost or verdict.hung
         if not verdict.restarted:
             later = await self._batch(None, on_late)
-            verdict.harmed += [f"later {name}" for name in _differing(self.control, later.outcomes())]
+            self._note(verdict, later, "later ")
             verdict.restarted = self.engine.model_processes() != before
+            self._pauses.append(later.pause_s)
+            verdict.pause_s = excess([batch.pause_s], self._pauses)
         if not verdict.restarted:
             await self._look(verdict, victim, before, memory)
+            verdict.restarted = self.engine.model_processes() != before
+        if verdict.outcome == "stalled" or (verdict.late and not verdict.harmed and not verdict.restarted):
+            await self._measure_again(kind, verdict)
         if verdict.restarted or verdict.harmed:
             await self.again()
         return verdict
+
+    def _block(self, kind: Kind) -> Block:
+        return source_block(kind.source.replace("{folder}", str(self._folder)).replace("{port}", str(self._port)))
+
+    async def _measure_again(self, kind: Kind, verdict: Verdict) -> None:
+        """Try a kind in turns with a control: the machine's load makes both late, and the kind only one.
+
+        What the kind does to other traces in these runs counts too.
+        """
+        before, late = self.engine.model_processes(), [0, 0]
+        for _ in range(ROUNDS):
+            control = await self._batch(source_block(_ENDS_EARLY), self.engine.kill_late)
+            batch = await self._batch(self._block(kind), self.engine.kill_late, kind.patience_s)
+            verdict.pauses.append(round(batch.pause_s, 3))
+            verdict.control_pauses.append(round(control.pause_s, 3))
+            late = [late[0] + bool(control.late), late[1] + bool(batch.late)]
+            self._note(verdict, batch)
+            verdict.restarted = self.engine.model_processes() != before
+            if verdict.restarted or verdict.harmed:
+                return
+        self._pauses.extend(verdict.control_pauses)
+        verdict.pause_s = excess(verdict.pauses, verdict.control_pauses)
+        if late[1] > late[0] + 1:
+            verdict.harmed += verdict.late
+
+    def _note(self, verdict: Verdict, batch: Batch, when: str = "") -> None:
+        """Note which innocent traces of a batch differ from the control's."""
+        for name in _differing(self.control, batch.outcomes()):
+            where = verdict.late if name in batch.late else verdict.harmed
+            if when + name not in where:
+                where.append(when + name)
 
     async def _look(self, verdict: Verdict, victim: Path, before: set[psutil.Process], memory: int) -> None:
         """Note what a kind has left behind. What is left is this kind's, and not that of those that come later."""
@@ -226,7 +293,9 @@ class Trial:
         if state is None:
             verdict.harmed.append("later blocks")
             return
-        verdict.left += [name for name in self._state if state.get(name) != self._state[name]]
+        # A host may be refused to read something, which depends on what the kernel has cached.
+        known = [name for name, value in self._state.items() if value is not None and state.get(name) is not None]
+        verdict.left += [name for name in known if state[name] != self._state[name]]
         if not await self.engine.settled(self._processes):
             verdict.left.append("processes")
         if _memory(before) - memory > _GROWN:
@@ -242,20 +311,34 @@ class Trial:
             error = offender.error
             verdict.error, verdict.line, verdict.message = error.type, error.line, error.message[:200]
         verdict.unmet = unmet(kind, offender)
-        verdict.harmed = _differing(self.control, batch.outcomes())
-        verdict.pause_s = round(max(0.0, batch.pause_s - self.control_pause_s), 3)
+        self._note(verdict, batch)
         verdict.stole = CANARY in repr(offender.saves) or _rows_of_others(kind, offender)
 
     async def _batch(self, offender: Any, on_late: Any = None, patience_s: float = _PATIENCE_S) -> Batch:
         self._count += 1
-        return await run_batch(self.bus, f"trial-{self._count}", offender, patience_s, on_late=on_late)
+        # A busy machine is late with harmless batches too.
+        usual = statistics.median(self._took) if self._took else patience_s
+        patience_s += _USUAL * usual
+        batch = await run_batch(self.bus, f"trial-{self._count}", offender, patience_s, on_late=on_late)
+        if offender is None:
+            self._took.append(batch.took_s)
+        return batch
 
     async def _state_now(self) -> dict[str, Any] | None:
         """The state that a block sees; `None` if its block fails."""
-        batch = await self._batch(source_block(_STATE))
-        assert batch.offender is not None
-        state: dict[str, Any] | None = batch.offender.saves.get("state")
+        state: dict[str, Any] | None = None
+        for _ in range(_BUSY):
+            batch = await self._batch(source_block(_STATE))
+            assert batch.offender is not None
+            state = batch.offender.saves.get("state")
+            if state is not None or not is_late(batch.offender):
+                break
         return state
+
+
+def excess(pauses: Sequence[float], controls: Iterable[float]) -> float:
+    """By how much the median pause exceeds the median control's, in seconds."""
+    return round(max(0.0, statistics.median(pauses) - statistics.median(controls)), 3)
 
 
 def _is_whole(victim: Path) -> bool:

@@ -1,10 +1,16 @@
-"""What hosts ask the worker for on behalf of blocks: calls of modules, attributes of modules, large variables."""
+"""What hosts ask the worker for on behalf of blocks: calls of modules, attributes of modules, large variables.
+
+A host may be in the hands of a hostile block, so that any request may come. A request names a module of the model by
+its path, and nothing else can be reached. It reads weights, buffers and plain values of the module, and calls modules
+without attention, or has operations inside them served: attention reads and writes the KV cache of all requests.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +30,10 @@ from .rank_link import Called, RankLink
 if TYPE_CHECKING:
     from tracewire_engine.worker.remote_inputs import RemoteInputs
 
-__all__ = ["ModelAnswers"]
+__all__ = ["ModelAnswers", "check_inputs"]
+
+#: How many rows all tensors of a call may have together, unless the engine has another limit.
+MOST_ROWS = 8192
 
 #: The names of files of large variables (`input_path`).
 _INPUT = re.compile("input-[0-9a-f]{1,128}")
@@ -41,6 +50,10 @@ class ModelAnswers:
         self._model = model
         #: What a host can name: it may be in a block's hands, and an attribute such as `half` changes the model.
         self._paths = frozenset(path for path, _ in model._module.named_modules(remove_duplicate=False))
+        #: How many rows all tensors of a call may have together: the model waits for the call.
+        self.most_rows = MOST_ROWS
+        #: Whether a module keeps state of all requests, as attention does.
+        self.holds_state: Callable[[torch.nn.Module], bool] = lambda module: "kv_cache" in vars(module)
         #: Where the files of large variables lie.
         self.inputs: Path | RemoteInputs = Path()
         #: Under tensor parallelism, on the first rank: the other ranks, which run sharded modules with this one.
@@ -57,9 +70,12 @@ class ModelAnswers:
             if request.attribute == SOURCE:
                 return Answer(self._given(host, self._source(envoy)))
             if request.attribute:
+                if request.attribute.startswith("__"):
+                    raise AttributeError(request.attribute)
                 found = getattr(envoy._module, request.attribute)
                 return Answer(self._given(host, found, partial(self._expect_weights, request.attribute)))
-            assert request.value is not None
+            if request.value is None:
+                raise ValueError("a call of a module has no arguments")
             return Answer(self._given(host, self._called(host, request.path, request.value)))
         except Exception as error:
             return Answer(error=(type(error).__name__, str(error)[:10_000]))
@@ -76,12 +92,11 @@ class ModelAnswers:
         compiled = install_source(envoy)
         return list(compiled.names), dict(compiled.lines), compiled.source
 
-    @staticmethod
-    def _expect_no_cache(envoy: Any, modules: Iterable[torch.nn.Module], what: str) -> None:
+    def _expect_no_cache(self, envoy: Any, modules: Iterable[torch.nn.Module], what: str) -> None:
         """Refuse what would read or write the values that all requests have in the KV cache."""
-        if any("kv_cache" in vars(module) for module in modules):
+        if any(map(self.holds_state, modules)):
             raise NotImplementedError(
-                f"{envoy.path.removeprefix('model.')} holds the KV cache of all requests, so {what} a block in a "
+                f"{envoy.path.removeprefix('model.')} has attention, which holds the KV cache of all requests: so {what} a block in a "
                 "process of its own (--blocks host)"
             )
 
@@ -97,34 +112,36 @@ class ModelAnswers:
             )
 
     def _called(self, host: HostProcess, path: str, value: Shared) -> Any:
-        rows: RowBytes = host.returned
         envoy = self._envoy(path)
         self._expect_no_cache(envoy, envoy._module.modules(), "it cannot be called by")
+        host.returned.check_apart(value.tensors)
+        tensors = [host.returned.read(shape) for shape in value.tensors]
+        check_inputs(envoy._module, tensors, self.most_rows)
         if self.others is not None and is_parallel(envoy._module):
             copies = CopiedRows()
-            tensors = [copies.add(rows.read(shape)) for shape in value.tensors]
-            value, data = Shared(value.skeleton, tensors), copies.bytes()
-            self.others.tell(Called(path, value), data)
-            # What the other ranks take, whatever the host has meanwhile written to its memory.
-            rows = RowBytes(data)
-        return self.call(path, value, rows)
+            shapes = [copies.add(tensor) for tensor in tensors]
+            self.others.tell(Called(path, Shared(value.skeleton, shapes)), copies.bytes())
+        return self._call(envoy, value, tensors)
 
     def call(self, path: str, value: Shared, rows: RowBytes) -> Any:
-        """Call the module at a path.
+        """Call the module at a path, as the first rank does.
 
         Args:
             path: of the module, such as `model.lm_head`.
             value: `(args, kwargs)`.
             rows: among which the tensors of `value` lie.
         """
-        envoy, device = self._envoy(path), self._model.device
-        args, kwargs = unpack_value(value, lambda _, shape: rows.read(shape).to(device), self._module)
+        return self._call(self._envoy(path), value, [rows.read(shape) for shape in value.tensors])
+
+    def _call(self, envoy: Any, value: Shared, tensors: Sequence[torch.Tensor]) -> Any:
+        device = self._model.device
+        args, kwargs = unpack_value(value, lambda place, _: tensors[place].to(device), self._module)
         return envoy(*args, **kwargs)
 
     def _envoy(self, path: str) -> Any:
         inner = path.removeprefix("model").removeprefix(".")
         if inner not in self._paths:
-            raise LookupError(f"the model has no module {inner!r}")
+            raise LookupError(f"the model has no module {inner[:200]!r}")
         return self._model.get(inner) if inner else self._model
 
     def _input(self, name: str) -> torch.Tensor:
@@ -154,3 +171,42 @@ class ModelAnswers:
             return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
         return pack_value(value, write, described)
+
+
+def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_rows: int) -> None:
+    """Check the tensors with which a block calls a module: kernels of the engine read what lies behind short ones.
+
+    A row is a vector along the last axis, and an index of a tensor of integers.
+
+    Raises:
+        ValueError: they have too many rows, different numbers of rows, indices of no row of the module's weights and
+            buffers, or a norm's have another width or kind of number than its weight.
+    """
+    rows = [one.numel() if _counts(one) else math.prod(one.shape[:-1]) for one in tensors]
+    if sum(rows) > most_rows:
+        raise ValueError(
+            f"a call of a module takes tensors of {most_rows} rows together, and these have {sum(rows)}: every request "
+            "waits for it; call it for fewer rows at once"
+        )
+    if len(set(rows)) > 1:
+        raise ValueError(f"the tensors of a call have {' and '.join(map(str, rows))} rows; give them as many each")
+    weights = list(module.parameters())
+    tables = [one.shape[0] for one in (*weights, *module.buffers()) if one.ndim]
+    most = min(tables, default=0)
+    widths = {(one.shape[-1], one.dtype) for one in weights if one.ndim == 1}
+    for tensor in tensors:
+        if _counts(tensor):
+            if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
+                raise ValueError(f"indices from {int(tensor.min())} to {int(tensor.max())} of a table of {most} rows")
+        elif weights and len(widths) == 1 and all(one.ndim == 1 for one in weights):
+            ((width, dtype),) = widths
+            if (tuple(tensor.shape[-1:]), tensor.dtype) != ((width,), dtype):
+                raise ValueError(
+                    f"{type(module).__name__} takes rows of {width} numbers of {dtype}, and these are of "
+                    f"{tuple(tensor.shape[-1:])} of {tensor.dtype}"
+                )
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has integers, which a module takes as indices."""
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex

@@ -26,6 +26,7 @@ from tracewire_engine.protocol.block_host import (
 from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
 from .rows import SharedRows, StepRows
+from .untrusted_reports import UntrustedReports
 
 __all__ = ["BlockHost", "HostedRequest", "HostedTrace"]
 
@@ -35,7 +36,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class HostedRequest:
     """A live request of a trace: the adapter's id of it, its choice, and what was reported of it."""
 
-    __slots__ = ("choice", "ended", "finished", "id", "index", "over", "request", "steps", "trace")
+    __slots__ = ("choice", "ended", "finished", "finished_at", "id", "index", "over", "request", "steps", "trace")
 
     def __init__(self, trace: HostedTrace, request_id: str, request: str, choice: int) -> None:
         self.trace, self.id, self.request, self.choice = trace, request_id, request, choice
@@ -43,6 +44,7 @@ class HostedRequest:
         self.index, self.steps = -1, 0
         #: Whether its blocks have ended it, whether the scheduler has, and whether its end was reported.
         self.ended = self.finished = self.over = False
+        self.finished_at = 0.0
 
 
 class HostedTrace:
@@ -111,6 +113,8 @@ class BlockHost:
         #: Since when it has no trace; whether it gets none any more; and whether its end has been reported.
         self.idle_since = time.monotonic()
         self.retired = self.lost = False
+        #: Checks what it reports.
+        self.untrusted = UntrustedReports(process.large)
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._names = self._passed = 0
@@ -270,6 +274,11 @@ class BlockHost:
     def owes(self, seconds: float) -> bool:
         """Whether the host has not taken a turn for this long, although it was sent one."""
         return self.taken < self.turns and time.monotonic() - self.owes_since > seconds
+
+    def withholds(self, seconds: float) -> bool:
+        """Whether the host has not reported the end of a request for this long since the scheduler has ended it."""
+        before = time.monotonic() - seconds
+        return any(one.finished and not one.over and one.finished_at < before for one in list(self.records.values()))
 
     def take(self, reply: Reply) -> None:
         """Take a reply's account of what the blocks wait for."""

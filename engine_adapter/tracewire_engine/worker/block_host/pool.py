@@ -17,7 +17,7 @@ import msgspec
 
 from tracewire_engine.link.host_channel import HostChannel, receive_descriptors, send_descriptors
 from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import HostSettings
+from tracewire_engine.protocol.block_host import MOST_SAID, HostSettings
 
 __all__ = ["HostPool", "HostProcess"]
 
@@ -39,8 +39,10 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 class HostProcess:
     """A process that runs the blocks of one trace, and the worker's ends of its connections."""
 
-    def __init__(self, pid: int, process: int, ends: _Ends) -> None:
+    def __init__(self, pid: int, process: int, ends: _Ends, large: int = 0) -> None:
         self.pid = pid
+        #: The size above which an array of its saves is large, in bytes; 0: none is.
+        self.large = large
         self._process = process
         self.calls, self.reports = ends.calls, ends.reports
         self.given, self.returned = ends.given, ends.returned
@@ -82,7 +84,7 @@ class _Ends:
     def __init__(self) -> None:
         calls, self._calls = socket.socketpair()
         reports, self._reports = socket.socketpair()
-        self.calls, self.reports = HostChannel(calls, _MOST_BYTES), HostChannel(reports, _MOST_BYTES)
+        self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, _MOST_BYTES)
         self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
 
     def hand_over(self, control: socket.socket) -> None:
@@ -102,7 +104,7 @@ class HostPool:
     """
 
     def __init__(self, settings: HostSettings, spare: int = 2) -> None:
-        self._spare = spare
+        self._spare, self._large = spare, settings.blob_threshold
         self._starting: deque[_Ends] = deque()
         self._ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +159,7 @@ class HostPool:
         message, descriptors = receive_descriptors(self._control)
         if not message:
             raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
-        return HostProcess(int(message), descriptors[0], self._starting.popleft())
+        return HostProcess(int(message), descriptors[0], self._starting.popleft(), self._large)
 
     def close(self) -> None:
         """End the server and all hosts that wait."""

@@ -3,6 +3,9 @@
 The thread sends the adapter the saves of each step as they come. If a host has ended, the thread first passes on all
 that the host has still reported, and then ends the requests of its traces with the error. The thread also closes hosts:
 those of one trace with their trace, and shared ones when they have had no trace for a while.
+
+A host may be in the hands of a hostile block. So what it reports is checked before the adapter is told
+(`untrusted_reports.py`), and a host that reports what no host would is ended.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 from .host import BlockHost, HostedRequest, HostedTrace
+from .untrusted_reports import UntrustedReport
 
 if TYPE_CHECKING:
     from tracewire_engine.link.step_link import LinkSender
@@ -38,11 +42,18 @@ logger = logging.getLogger("vllm.tracewire")
 
 _reports = msgspec.msgpack.Decoder(HostReport)
 
+#: What the decoding and the checks of a report raise.
+_NO_REPORT = (msgspec.DecodeError, RecursionError, UntrustedReport)
+
 #: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
 
 #: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
 IDLE_S, IDLE = 60.0, 8
+
+#: How long a host may take to report the end of a request that the scheduler has ended, in seconds. A block that asks
+#: for the request's output waits until the adapter has published it, and the adapter for Redis.
+_ENDING_S = 3600.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
@@ -125,6 +136,10 @@ class ReportThread:
             if host.failure is None and host.owes(self._patience_s):
                 host.fail(too_slow(self._patience_s, "within one step", len(host.traces)))
                 self._lose(host)
+        for host in hosts:
+            if host.failure is None and host.withholds(_ENDING_S):
+                host.fail(lost(f"it has not reported the end of a request for {_ENDING_S:g} s", len(host.traces)))
+                self._lose(host)
         idle = [host for host in hosts if not host.traces]
         idle.sort(key=lambda host: host.idle_since, reverse=True)
         for place, host in enumerate(idle):
@@ -168,12 +183,13 @@ class ReportThread:
                 host.calls.flush()
             for message in host.process.reports.arrived():
                 self._pass_on(host, _reports.decode(message))
-        except (ChannelClosed, msgspec.DecodeError) as error:
-            why = f"{error}" if isinstance(error, msgspec.DecodeError) else ""
+        except (ChannelClosed, *_NO_REPORT) as error:
+            why = "" if isinstance(error, ChannelClosed) else f"what it reported is no report: {error}"
             host.fail(lost(why, len(host.traces)))
             self._lose(host)
 
     def _pass_on(self, host: BlockHost, report: HostReport) -> None:
+        host.untrusted.check(report, host.turns)
         if isinstance(report, Reported):
             steps = [step for step in report.steps if self._is_step_of(host, step)]
             finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
@@ -201,7 +217,7 @@ class ReportThread:
     def _is_step_of(host: BlockHost, step: StepRecord) -> bool:
         one = _request_of(host, step)
         if one is None:
-            return step.request in host.shared_names
+            return step.choice == 0 and step.request in host.shared_names
         one.index, one.steps = step.index, one.steps + 1
         one.ended = one.ended or bool(step.ended)
         return True
@@ -210,7 +226,7 @@ class ReportThread:
     def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
         one = _request_of(host, finish)
         if one is None:
-            return finish.request in host.shared_names
+            return finish.choice == 0 and finish.request in host.shared_names
         one.over = True
         return True
 
@@ -244,7 +260,7 @@ class ReportThread:
                 while messages := host.process.reports.arrived():
                     for message in messages:
                         self._pass_on(host, _reports.decode(message))
-            except (ChannelClosed, msgspec.DecodeError):
+            except (ChannelClosed, *_NO_REPORT):
                 pass
             self._unwatch(host)
             host.process.kill()
@@ -265,7 +281,7 @@ class ReportThread:
             self._close(host)
 
     def _finish(self, one: HostedRequest) -> None:
-        one.finished = True
+        one.finished, one.finished_at = True, time.monotonic()
         host = one.trace.host
         if one.over or not host.lost:
             return

@@ -141,6 +141,10 @@ class SharedRows:
         Raises:
             SharedValueError: the host has sent rows that do not fit.
         """
+        shapes = [shape for _, shape in reply.edited]
+        if len({index for index, _ in reply.edited}) < len(shapes):
+            raise SharedValueError("a tensor was changed twice")
+        memory.check_apart([*shapes, *(reply.replaced.tensors if reply.replaced is not None else ())])
         for index, shape in reply.edited:
             if not 0 <= index < len(self._tensors):
                 raise SharedValueError(f"the value has no tensor {index}")
@@ -160,6 +164,7 @@ class SharedRows:
             SharedValueError: the host has sent a value that does not fit.
         """
         assert reply.replaced is not None
+        memory.check_apart(reply.replaced.tensors)
         given = unpack_value(reply.replaced, lambda _, shape: memory.read(shape), self._others_at)
         return self._merged(value, given, fresh)
 

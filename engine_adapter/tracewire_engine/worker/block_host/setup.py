@@ -64,6 +64,12 @@ def _extra(module: torch.nn.Module) -> str:
         return ""
 
 
+def _has_attention(module: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(module, AttentionLayerBase) or "kv_cache" in vars(module)
+
+
 def hosted_blocks(runner: Any) -> HostedBlocks | FollowedBlocks | None:
     """The hosts of a worker's blocks; `None` if blocks run in the worker.
 
@@ -109,4 +115,7 @@ def _hosts_of(runner: Any, config: dict[str, Any], others: RankLink | None) -> H
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    return HostedBlocks(model, paths, pool, reports, step_s, others)
+    hosts = HostedBlocks(model, paths, pool, reports, step_s, others)
+    hosts.answers.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    hosts.answers.holds_state = _has_attention
+    return hosts

@@ -239,6 +239,9 @@ class BlockMediator(Mediator):
         self.asked += 1
         if (location, occurrence) != self._last:
             self._last, self._repeated = (location, occurrence), 0
+        # Each turn is short, and the time between them counts too.
+        elif watchdog.left_together() < 0:
+            raise watchdog.timeout()
         elif self._repeated == MOST_REQUESTS:
             raise SameStep(
                 f"the block asked for {location.removeprefix('model.')!r} {MOST_REQUESTS} times within one step, in "

@@ -9,10 +9,10 @@ and again. Run blocks of less trusted users on a separate engine.
 
 A block can change state of the process. Its signal handlers and loaded modules are checked before blocks run, and put
 back; `process_state.py` puts back more. If a block ignores the timer's signal, a thread sends another signal a little
-later (`turn_monitor.py`). If a block swallows the first exception of the time limit, later ones come in pairs: a trace
-function raises the second one in the block's handler of the first, which ends a loop that catches everything. If a
-SIGTERM comes during a block's turn, the process handles it when the turn is over, because the handler's exception would
-otherwise be raised in the block.
+later (`turn_monitor.py`); in a process that runs blocks only, a second timer does (`second_timer.py`). If a block
+swallows the first exception of the time limit, later ones come in pairs: a trace function raises the second one in the
+block's handler of the first, which ends a loop that catches everything. If a SIGTERM comes during a block's turn, the
+process handles it when the turn is over, because the handler's exception would otherwise be raised in the block.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from greenlet import getcurrent
 
 from . import forbidden_calls, process_state
 from .compiled_source import LABELS
+from .second_timer import SecondTimer
 from .turn_monitor import SECOND_SIGNAL, TurnMonitor
 
 __all__ = [
@@ -48,13 +49,15 @@ __all__ = [
         "limit_together",
         "stop_shared_timer",
     ),
-    *("limit_turns", "shielded", "turn"),
+    *("limit_turns", "shielded", "timeout", "turn"),
 ]
 
 logger = logging.getLogger("vllm.tracewire")
 
 #: The shortest time that is set on the timer, since 0 would stop it.
 _LEAST_S = 0.001
+#: How much later than the first timer the second one rings, in seconds.
+_LATER_S = 0.005
 #: While the timer is shared, it is set anew for a block only if the block has used more of its time than this.
 _SLACK_S = 0.05
 
@@ -68,6 +71,8 @@ _monitor: TurnMonitor | None = None
 _building = False
 _step = 0
 _shielded = False
+#: The second timer of a process that runs blocks only.
+_second: SecondTimer | None = None
 #: Whether one setting of the timer serves several turns, and whether this module handles the process's signals.
 _timer_shared = False
 _guarding = False
@@ -131,10 +136,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         _running.rings += 1
         if _running.rings > 1 and frame is not None and _is_block_s(frame):
             _raise_again_in(frame)
-        raise _timeout()
+        raise timeout()
 
 
-def _timeout() -> BlockTimeout:
+def timeout() -> BlockTimeout:
+    """The error of the running block, whose time is up."""
     if _running is not None and _running.cut:
         return BlockTimeout(
             f"the blocks of this tenant that share a process ran for {_limit_s:g} s within one step, this one last"
@@ -162,7 +168,7 @@ def _raise_at_line(frame: FrameType, event: str, _: Any) -> Any:
     if not _is_block_s(frame):
         return None
     if event == "line" and _running is not None:
-        raise _timeout()
+        raise timeout()
     return _raise_at_line
 
 
@@ -186,7 +192,7 @@ def limit_turns(seconds: float, *, alone: bool = False) -> None:
         seconds: 0 for no limit.
         alone: whether the process runs blocks only, and another process ends it if the signal is of no avail.
     """
-    global _limit_s, _guarding, _monitor
+    global _limit_s, _guarding, _monitor, _second
     if threading.current_thread() is not threading.main_thread():
         logger.warning("blocks run without a time limit: they are not on the main thread, where a timer can interrupt")
         return
@@ -194,6 +200,9 @@ def limit_turns(seconds: float, *, alone: bool = False) -> None:
     _guarding = True
     _guard()
     forbidden_calls.install(lambda: _running is not None)
+    if alone and _second is None:
+        with suppress(OSError):  # then another process ends this one
+            _second = SecondTimer(SECOND_SIGNAL)
     if _limit_s and _monitor is None and not alone:
         _monitor = TurnMonitor(_overdue_s)
         with suppress(RuntimeError):  # a confined process may not start a thread
@@ -264,7 +273,7 @@ def begin_step() -> None:
     if not _needed.items() <= sys.modules.items():
         _put_modules_back()
     if _guarding:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM, signal.SIGTERM, SECOND_SIGNAL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM, signal.SIGTERM, SECOND_SIGNAL, signal.SIGVTALRM))
 
 
 def begin(budget: Budget) -> Budget | None:
@@ -301,7 +310,7 @@ def end(outer: Budget | None) -> None:
     _running, _began = outer, now
     if _limit_s and not _timer_shared:
         if outer is None:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            _stop()
         else:
             _start(outer.left_s)
     if outer is None:
@@ -357,13 +366,22 @@ def stop_shared_timer() -> None:
     global _timer_shared
     if _timer_shared and _running is None:
         _timer_shared = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _stop()
         _check_pass()
 
 
 def _start(seconds: float) -> None:
     # The timer fires again each second, for a block that swallowed the first exception.
     signal.setitimer(signal.ITIMER_REAL, max(seconds, _LEAST_S), 1.0)
+    if _second is not None:
+        # For a block that has stopped the first timer, or ignores its signal.
+        _second.start(max(seconds, _LEAST_S) + _LATER_S)
+
+
+def _stop() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if _second is not None:
+        _second.stop()
 
 
 @contextmanager

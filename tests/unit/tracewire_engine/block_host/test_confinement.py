@@ -25,6 +25,7 @@ ATTEMPTS = textwrap.dedent(
         except BaseException as error:
             found[name] = type(error).__name__
 
+    found["ends first"] = "" if open("/proc/self/oom_score_adj").read().strip() == "1000" else "it does not"
     attempt("computes", lambda: sum(range(1000)))
     attempt("threads", lambda: threading.Thread(target=len, args=("",)).start())
     attempt("imports", lambda: __import__("xml.dom.minidom"))
@@ -51,12 +52,12 @@ ATTEMPTS = textwrap.dedent(
     """
 )
 
-ALLOWED = {"computes", "threads", "imports"}
+ALLOWED = {"computes", "threads", "imports", "ends first"}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    readable = ["/usr", "/lib", "/lib64", *filter(None, sys.path), *sysconfig.get_paths().values()]
+    readable = ["/usr", "/lib", "/lib64", "/proc/self", *filter(None, sys.path), *sysconfig.get_paths().values()]
     done = subprocess.run(
         [sys.executable, "-c", ATTEMPTS, json.dumps(readable)], capture_output=True, check=True, timeout=120
     )

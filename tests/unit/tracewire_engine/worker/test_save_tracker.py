@@ -54,6 +54,15 @@ class Replay:
         return self.fold.choices[0, 0].saves
 
 
+def test_saves_that_gain_too_much_together_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves_module, "MOST_ITEMS_TOGETHER", 100)
+    replay = Replay()
+    replay.saves = {"first": list(range(60)), "second": list(range(60)), "third": {1}}
+    replay.step()
+    assert list(replay.tracker.errors) == ["second", "third"]
+    assert "together" in replay.tracker.errors["second"]
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_gains_too_much_in_one_step_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
     """A loop that asks the model for nothing: nobody waits for what it appended. The other saves go on."""

@@ -11,8 +11,8 @@ from nnsight.intervention.envoy import Envoy
 
 from tests.support.hosted_model import Model
 from tracewire_engine.link.shared_rows import RowMemory, unpack_value
-from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shared
-from tracewire_engine.worker.block_host.answers import ModelAnswers
+from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
+from tracewire_engine.worker.block_host.answers import ModelAnswers, check_inputs
 
 #: The arguments of a call without any.
 NOTHING = Shared([1, [1], [3]])
@@ -47,10 +47,14 @@ def test_attributes_and_large_variables_are_given(tmp_path: Path) -> None:
         (Request("model.model.norm", "forward"), "TypeError"),
         (Request("", "../secret"), "ValueError"),
         (Request("", "input-ab"), "FileNotFoundError"),
-        (Request("model.model.norm"), "AssertionError"),
+        (Request("model.model.norm"), "ValueError"),
+        (Request("model.model.norm", "__dict__"), "AttributeError"),
         # What is no module of the model, or has what other requests have put there.
         (Request("model.model.norm.half", value=NOTHING), "LookupError"),
         (Request("model.__init__.__globals__.clear", value=NOTHING), "LookupError"),
+        (Request("model.get.__func__.__globals__.clear", value=NOTHING), "LookupError"),
+        (Request("model.model.norm._module", "weight"), "LookupError"),
+        (Request("os", "environ"), "LookupError"),
         (Request("model.model.norm", value=Shared([1, [1, [4, ["model.model.norm.half"]]], [3]])), "LookupError"),
         (Request("model.model.layers.0", "kept"), "TypeError"),
         (Request("model.model.layers.0", value=NOTHING), "NotImplementedError"),
@@ -86,3 +90,85 @@ def test_operations_are_not_served_under_tensor_parallelism() -> None:
     error = answers.answer(host, Request("model.model.norm", SOURCE)).error
     assert error is not None
     assert "under tensor parallelism" in error[1]
+
+
+def called(answers: ModelAnswers, host: Any, *tensors: torch.Tensor, path: str = "model.model.norm") -> Answer:
+    shapes = []
+    for tensor in tensors:
+        start = host.returned.room(tensor.nbytes)
+        host.returned.write(tensor, start)
+        shapes.append(Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+    skeleton = [1, [1, *([0, place] for place in range(len(shapes)))], [3]]
+    return answers.answer(host, Request(path, value=Shared(skeleton, shapes)))
+
+
+def test_modules_are_called_but_for_those_with_attention() -> None:
+    module, host = Model(1), Process()
+    anyhost: Any = host
+    rows = torch.ones(3, 4)
+    answers = ModelAnswers(Envoy(module))
+    assert torch.equal(value_of(called(answers, host, rows), host), module.model.norm(rows))
+    answers.holds_state = lambda one: one is module.model.layers[0]
+    refused = called(answers, host, rows, path="model.model")
+    assert refused.error is not None
+    assert (refused.error[0], "KV cache" in refused.error[1]) == ("NotImplementedError", True)
+    assert called(answers, anyhost, rows).error is None
+
+
+def test_a_module_s_other_tensors_are_not_given() -> None:
+    """Such as an attention layer's KV cache, which has the rows of all requests."""
+    module, host = Model(1), Process()
+    anyhost: Any = host
+    norm: Any = module.model.norm
+    norm.kv_cache, norm.kv_caches, norm.scale = torch.ones(3), [torch.ones(3)], 0.5
+    norm.register_buffer("table", torch.ones(2))
+    answers = ModelAnswers(Envoy(module))
+    for name in ("kv_cache", "kv_caches"):
+        found = answers.answer(anyhost, Request("model.model.norm", name))
+        assert found.error is not None
+        assert "neither a parameter nor a buffer" in found.error[1]
+    assert value_of(answers.answer(anyhost, Request("model.model.norm", "scale")), host) == 0.5
+    assert value_of(answers.answer(anyhost, Request("model.model.norm", "table")), host).tolist() == [1, 1]
+
+
+def test_few_bytes_do_not_become_many_tensors() -> None:
+    host: Any = Process()
+    answers = ModelAnswers(Envoy(Model(1)))
+    shape = Shape("float32", (4, 4), 0)
+    for skeleton, shapes in (([1, [1, [0, 0], [0, 0]], [3]], [shape]), ([1, [1, [0, 0], [0, 1]], [3]], [shape] * 2)):
+        found = answers.answer(host, Request("model.model.norm", value=Shared(skeleton, shapes)))
+        assert found.error is not None
+        assert found.error[0] == "SharedValueError"
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("module", "tensors", "expected"),
+    [
+        (Norm(), [torch.ones(3, 4)], ""),
+        (Norm(), [torch.ones(3, 4), torch.ones(3, 4)], ""),
+        (Norm(), [torch.ones(3, 4), torch.ones(2, 4)], "3 and 2 rows"),
+        (Norm(), [torch.ones(3, 5)], "rows of 4 numbers"),
+        (Norm(), [torch.ones(3, 4, dtype=torch.float64)], "rows of 4 numbers"),
+        (Norm(), [torch.ones(101, 4)], "have 101"),
+        (torch.nn.Embedding(5, 2), [torch.tensor([0, 4])], ""),
+        (torch.nn.Embedding(5, 2), [torch.tensor([0, 5])], "indices from 0 to 5 of a table of 5 rows"),
+        (torch.nn.Embedding(5, 2), [torch.tensor([-1])], "indices from -1"),
+        (torch.nn.Embedding(5, 2), [torch.zeros(1000, dtype=torch.int64)], "have 1000"),
+        (torch.nn.Linear(4, 2), [torch.ones(3, 9)], ""),
+        (torch.nn.SiLU(), [torch.ones(3, 9)], ""),
+    ],
+)
+def test_inputs_that_a_kernel_would_read_beyond_are_refused(
+    module: torch.nn.Module, tensors: list[torch.Tensor], expected: str
+) -> None:
+    if expected:
+        with pytest.raises(ValueError, match=expected):
+            check_inputs(module, tensors, 100)
+    else:
+        check_inputs(module, tensors, 100)

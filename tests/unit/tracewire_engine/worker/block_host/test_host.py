@@ -10,6 +10,8 @@ from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, Ho
 
 
 class Host:
+    large = 0
+
     def __init__(self) -> None:
         self.given = RowMemory.create(1 << 16)
         self.sent: list[bytes] = []

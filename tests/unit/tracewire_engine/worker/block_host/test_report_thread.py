@@ -29,6 +29,7 @@ class Host:
         self.calls, self.reports, self.theirs = HostChannel(calls), HostChannel(reports), HostChannel(theirs)
         self.given = RowMemory.create(1 << 16)
         self.killed = self.closed = False
+        self.large = 0
 
     def kill(self) -> None:
         self.killed = True
@@ -63,6 +64,8 @@ def watched(patience_s: float = 0.0) -> tuple[ReportThread, BlockHost, Host, Sen
     thread = ReportThread(lambda: link, link, patience_s)
     anyhost: Any = host
     known = BlockHost(anyhost, None)
+    # Each allows a report.
+    known.turns = known.taken = 9
     add(known, "t", "r")
     known.share(known.traces["t"], "t")
     thread.watch(known)
@@ -111,11 +114,46 @@ def test_a_host_that_is_gone_ends_its_requests() -> None:
     assert "it broke" in finish.error.message
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x93\xa8reported\x91\x95"])
+DEEP = b"\x91" * 100_000 + b"\xc0"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x93\xa8reported\x91\x95", b"\x93\xa8reported" + DEEP])
 def test_a_host_that_sends_no_report_ends_its_requests(garbage: bytes) -> None:
     _, _, host, sent = watched()
     host.theirs.send(garbage)
     assert sent.next().steps[0].ended == "error"
+    assert host.killed
+
+
+def test_a_host_that_reports_what_no_host_reports_is_ended() -> None:
+    thread, known, host, sent = watched()
+    host.says(Reported([StepRecord("r", 0, 4, msgspec.Raw(b"\x91\xc0"))]))
+    # Although more of it has come already.
+    host.says(Reported([StepRecord("r", 0, 5, NOTHING)]))
+    (ended,) = sent.next().steps
+    assert (ended.index, ended.ended) == (0, "error")
+    assert host.killed
+    thread.finish(known.records["r", 0])
+    (finish,) = sent.next().finishes
+    assert finish.error.type == "BlockHostLost"
+    assert "what it reported is no report" in finish.error.message
+
+
+def test_values_that_traces_share_have_one_choice() -> None:
+    _, _, host, sent = watched()
+    host.says(Reported([StepRecord("t", 7, 0, NOTHING)], [FinishRecord("t", 7, NOTHING)]))
+    host.says(Reported([StepRecord("t", 0, 0, NOTHING)]))
+    assert [(step.request, step.choice) for step in sent.next().steps] == [("t", 0)]
+
+
+def test_a_host_that_withholds_the_end_of_a_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "_ENDING_S", 0.0)
+    thread, known, host, sent = watched(patience_s=9.0)
+    thread.finish(known.records["r", 0])
+    # The thread looks before it waits.
+    thread.do(lambda: None)
+    assert sent.next().steps[0].ended == "error"
+    assert "has not reported the end" in sent.next().finishes[0].error.message
     assert host.killed
 
 
@@ -130,7 +168,7 @@ def test_a_host_that_takes_no_turn_ends_its_requests() -> None:
 
 def test_large_arrays_and_all_that_follows_them_go_together() -> None:
     thread, known, host, sent = watched()
-    host.says(Chunk("r", "blob", 0, b"data"))
+    host.says(Chunk("r", "ab" * 8, 0, b"data"))
     host.says(Reported([StepRecord("r", 0, 0, NOTHING)]))
     assert sent.next()[2] == b"data"
     assert sent.next()[1].steps[0].request == "r"
@@ -190,7 +228,7 @@ def test_hosts_without_traces_are_ended_if_there_are_many_or_after_a_while(
 def test_traces_with_large_arrays_go_apart_from_the_others_of_their_host() -> None:
     _, known, host, sent = watched()
     add(known, "u", "s")
-    host.says(Chunk("r", "blob", 0, b"data"))
+    host.says(Chunk("r", "ab" * 8, 0, b"data"))
     host.says(Reported([StepRecord("r", 0, 0, NOTHING), StepRecord("s", 0, 0, NOTHING)]))
     assert sent.next()[2] == b"data"
     parts = [sent.next(), sent.next()]

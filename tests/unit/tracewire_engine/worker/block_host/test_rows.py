@@ -114,3 +114,15 @@ def test_without_a_memory_rows_are_put_in_and_none_are_shared() -> None:
     shape, memory = sent(torch.ones(3, 2))
     shared.write_back(Reply(edited=[(0, shape)]), memory)
     assert tokens[:, 0].tolist() == [1, 0, 0, 1, 1]
+
+
+def test_a_tensor_is_changed_once_and_tensors_lie_apart() -> None:
+    tokens, others = torch.zeros(5, 2), torch.zeros(5, 2)
+    shared, _, _ = seen((tokens, others))
+    shape, memory = sent(torch.ones(3, 2))
+    for edited in ([(0, shape), (0, shape)], [(0, shape), (1, shape)]):
+        with pytest.raises(SharedValueError):
+            shared.write_back(Reply(edited=edited), memory)
+    with pytest.raises(SharedValueError, match="share their memory"):
+        shared.replace((tokens, others), Reply(replaced=Shared([1, [0, 0], [0, 1]], [shape, shape])), memory, {})
+    assert tokens.sum() + others.sum() == 0

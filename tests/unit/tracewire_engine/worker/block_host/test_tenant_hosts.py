@@ -13,7 +13,7 @@ READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, com
 
 
 class Process:
-    dead = False
+    dead, large = False, 0
 
     def alive(self) -> bool:
         return not self.dead

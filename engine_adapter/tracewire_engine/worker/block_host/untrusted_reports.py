@@ -1,0 +1,122 @@
+"""Checks what a host reports, before the adapter is told: the host may be in the hands of a hostile block.
+
+The adapter takes a worker's word. A record that it cannot read would cost the trace an error that says nothing of the
+block, and a flood of messages would keep the worker's process busy, in which the model runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from tracewire_bus.store.blobs import CHUNK_BYTES
+from tracewire_bus.wire.messages import PathKey
+from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Report, Reported
+from tracewire_engine.protocol.messages import StepRecord
+
+__all__ = ["UntrustedReport", "UntrustedReports"]
+
+
+class UntrustedReport(ValueError):
+    """A host has reported what no host reports that runs its own code."""
+
+
+class _Append(msgspec.Struct, array_like=True, tag="a"):
+    path: tuple[PathKey, ...]
+    items: msgspec.Raw
+
+
+class _Set(msgspec.Struct, array_like=True, tag="s"):
+    path: tuple[PathKey, ...]
+    value: msgspec.Raw
+
+
+class _Delete(msgspec.Struct, array_like=True, tag="d"):
+    path: tuple[PathKey, ...]
+
+
+_Delta: TypeAlias = _Append | _Set | _Delete
+
+_deltas = msgspec.msgpack.Decoder(list[_Delta])
+
+_BLOB = re.compile("[0-9a-f]{16}")
+
+#: How many pieces of large arrays may be small beyond what their sizes explain.
+_SPARE = 64
+
+#: The longest text of a message that is logged, or becomes an error.
+_TEXT, _TEXTS = 10_000, 32
+
+#: How a record may say that a block has ended its request.
+_ENDS = ("", "stop", "error")
+
+
+class UntrustedReports:
+    """Checks the reports of one host, in the order in which they come.
+
+    Args:
+        large: the size above which an array is large, in bytes. All pieces of one but the last have `CHUNK_BYTES`.
+    """
+
+    def __init__(self, large: int) -> None:
+        self._least = min(large or CHUNK_BYTES, CHUNK_BYTES) // 2
+        self._reported = self._chunks = self._bytes = 0
+        self._ready = False
+
+    def check(self, report: Report, turns: int) -> None:
+        """Check a report.
+
+        Args:
+            report: of the host.
+            turns: how many turns the worker has sent it.
+
+        Raises:
+            UntrustedReport, msgspec.DecodeError, RecursionError: no host reports so.
+        """
+        if isinstance(report, Reported):
+            self._reported += 1
+            if self._reported > turns:
+                raise UntrustedReport(f"{self._reported} reports of {turns} turns")
+            for step in report.steps:
+                _check_step(step)
+            for finish in report.finishes:
+                _check_deltas(finish.deltas)
+        elif isinstance(report, Chunk):
+            self._check_chunk(report)
+        elif isinstance(report, Ready):
+            if self._ready or len(report.missing) > _TEXTS or any(len(one) > _TEXT for one in report.missing):
+                raise UntrustedReport("a second message that it is ready, or a long one")
+            self._ready = True
+        elif isinstance(report, Broken):
+            report.message = report.message[:_TEXT]
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        self._chunks, self._bytes = self._chunks + 1, self._bytes + len(chunk.data)
+        if not _BLOB.fullmatch(chunk.blob) or not 0 <= chunk.number < 1 << 32 or len(chunk.data) > CHUNK_BYTES:
+            raise UntrustedReport("a piece of a large array with an odd name, number or size")
+        if (self._chunks - _SPARE) * self._least > self._bytes:
+            raise UntrustedReport(f"{self._chunks} pieces of large arrays of {self._bytes} bytes")
+
+
+def _check_step(step: StepRecord) -> None:
+    if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
+        raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
+    _check_deltas(step.deltas)
+
+
+def _check_deltas(raw: msgspec.Raw) -> None:
+    for path, appended in _paths(raw):
+        if not path or (appended is not None and not _is_list(memoryview(appended))):
+            raise UntrustedReport("changes of saves without a name, or of no list")
+
+
+def _paths(raw: msgspec.Raw) -> Iterator[tuple[tuple[PathKey, ...], msgspec.Raw | None]]:
+    for delta in _deltas.decode(raw):
+        yield delta.path, delta.items if isinstance(delta, _Append) else None
+
+
+def _is_list(raw: memoryview) -> bool:
+    return raw[0] & 0xF0 == 0x90 or raw[0] in (0xDC, 0xDD)

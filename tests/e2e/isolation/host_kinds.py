@@ -1,0 +1,186 @@
+"""Kinds of blocks that attack the worker from their host: by what a host may ask for, or by messages of their own.
+
+A block can reach all of its host: the sockets 3 (turns and replies) and 4 (reports) to the worker, and the memory that
+both share. In inline mode these are other descriptors of the worker, so that no kind here is for inline mode.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from .kinds import Kind, Meets, once
+
+__all__ = ["HOST_KINDS"]
+
+#: Sends a message to the worker: its length, and the message.
+_SEND = """
+import os, struct
+import msgspec
+encode = msgspec.msgpack.encode
+def send(message, to=4):
+    data = struct.pack("<I", len(message)) + message
+    while data:
+        try:
+            data = data[os.write(to, data):]
+        except BlockingIOError:
+            pass
+"""
+
+#: Finds the host's own part that asks the worker, and the name of the block's request.
+_ASK = """
+import gc
+import msgspec
+from tracewire_engine.block_host.driver import Driver
+from tracewire_engine.protocol.block_host import Request, Shape, Shared
+def driver():
+    return next(one for one in gc.get_objects() if isinstance(one, Driver))
+def ask(path, attribute="", value=None):
+    return driver()._ask(Request(path, attribute, value))
+"""
+
+
+def _sends(name: str, code: str, *, meets: Meets = "error", error: str = "BlockHostLost|BlockTimeout") -> Kind:
+    source = once(code, before=_SEND)
+    return Kind(name, source, meets=meets, error=error if meets == "error" else "", inline=False)
+
+
+def _asks(name: str, code: str, *, meets: Meets = "error", error: str = "") -> Kind:
+    return Kind(name, once(code, before=_ASK), meets=meets, error=error, inline=False)
+
+
+def _named(code: str) -> str:
+    """Code that knows `request`, the name under which the block's request is reported."""
+    find = """
+        import gc
+        from tracewire_engine.block_host.session import Session
+        session = next(one for one in gc.get_objects() if isinstance(one, Session))
+        request = next(iter(session._requests.requests.values())).engine_id
+    """
+    return textwrap.dedent(find) + textwrap.dedent(code)
+
+
+HOST_KINDS = [
+    # What a block can ask of the model.
+    Kind("kv-cache-read", once("cache = model.model.layers[2].self_attn.attn.kv_cache.save() #!"), inline=False),
+    Kind(
+        "attention-called",
+        once("import torch\nmodel.model.layers[2].self_attn(torch.zeros(len(h), dtype=torch.long), h * 9) #!"),
+        error="NotImplementedError",
+        inline=False,
+    ),
+    Kind(
+        "layer-called-on-many-rows",
+        once("import torch\nmodel.model.layers[2].mlp(torch.ones(500_000, 256)) #!"),
+        error="ValueError",
+        inline=False,
+    ),
+    Kind(
+        "embedding-of-no-token",
+        once("import torch\nmodel.model.embed_tokens(torch.tensor([10 ** 9])) #!"),
+        error="ValueError",
+        inline=False,
+    ),
+    Kind(
+        "norm-of-wide-rows",
+        once("import torch\nmodel.model.norm(torch.ones(4, 1 << 20)) #!"),
+        error="ValueError",
+        inline=False,
+    ),
+    # Requests that no host makes.
+    _asks("path-of-globals", "ask('model.get.__func__.__globals__.clear', '', Shared([1, [1], [3]], [])) #!"),
+    _asks("path-of-tokenizer", "ask('model.tokenizer.save_pretrained', '', Shared([1, [1, '/tmp/x'], [3]], [])) #!"),
+    _asks("attribute-of-classes", "ask('model.model.norm', '__class__') #!"),
+    _asks(
+        "one-tensor-many-times",
+        """
+        shape = Shape("float32", (1 << 16, 1 << 10), 0)
+        ask("model.model.norm", "", Shared([1, [1, *[[0, i] for i in range(500)]], [3]], [shape] * 500)) #!
+        """,
+    ),
+    _asks(
+        "tensor-outside-the-memory",
+        "ask('model.model.norm', '', Shared([1, [1, [0, 0]], [3]], [('float32', (1, 256), 1 << 60)])) #!",
+    ),
+    _asks(
+        "requests-without-end",
+        """
+        request = msgspec.msgpack.encode(Request("model.lm_head", "weight"))
+        while True: driver()._calls.send(request)
+        """,
+        error="BlockHostLost|BlockTimeout|ChannelClosed",
+    ),
+    # Messages that are no messages.
+    _sends("no-message-to-the-model", "send(b'\\xc1' * 100, 3)"),
+    _sends("large-message-to-the-model", "send(bytes(64 << 20), 3)"),
+    _sends("message-without-an-end", "os.write(4, struct.pack('<I', 1 << 27) + b'x')", meets="ends"),
+    _sends("message-of-4gb", "os.write(4, struct.pack('<I', 0xFFFFFFFF) + b'x')"),
+    _sends(
+        "message-in-single-bytes", "os.write(4, struct.pack('<I', 1 << 20))\nfor _ in range(1 << 20): os.write(4, b'x')"
+    ),
+    _sends(
+        "report-nested-deep", "send(b'\\x93\\xa8reported\\x91\\x95\\xa1r\\x00\\x00' + b'\\x91' * 100_000 + b'\\xc0')"
+    ),
+    _sends("reports-without-end", "message = encode(['reported', [], [], 1, 0])\nwhile True: send(message)"),
+    _sends("ready-without-end", "message = encode(['ready', ['x' * 1000]])\nwhile True: send(message)"),
+    _sends("report-of-a-million-records", "send(encode(['reported', [['r', 0, 0, [], '']] * 1_000_000, [], 1, 0]))"),
+    _sends("reply-that-was-not-asked-for", "send(encode(['reply', [], [], False, [], None]), 3)", meets="ends"),
+    _sends(
+        "reply-with-foreign-rows",
+        "send(encode(['reply', [], [], False, [[0, ['float32', [64, 256], 0]]], None]), 3)",
+        meets="ends",
+    ),
+    _sends(
+        "reply-with-rows-twice",
+        "send(encode(['reply', [], [], False, [[0, ['float32', [1, 256], 0]]] * 20_000, None]), 3)",
+        meets="ends",
+    ),
+    # Records that the adapter cannot read, of the block's own request.
+    _sends("record-without-changes", _named("send(encode(['reported', [[request, 0, 7, 5, '']], [], 1, 0]))")),
+    _sends(
+        "record-without-a-name", _named("send(encode(['reported', [[request, 0, 7, [['a', [], [1]]], '']], [], 1, 0]))")
+    ),
+    _sends("record-of-a-far-token", _named("send(encode(['reported', [[request, 0, 1 << 60, [], '']], [], 1, 0]))")),
+    _sends(
+        "record-of-others",
+        "send(encode(['reported', [[f'r{i}', 0, 0, [], 'error'] for i in range(1000)], [], 1, 0]))",
+        meets="ends",
+    ),
+    _sends(
+        "array-of-others",
+        "for i in range(60): send(encode(['chunk', f'r{i}', '0' * 16, 0, b'x' * 99]))",
+        meets="ends",
+    ),
+    _sends("array-with-an-odd-name", _named("send(encode(['chunk', request, '../../victim', -1, b'x']))")),
+    _sends(
+        "socket-passed",
+        "import socket\nlink = socket.fromfd(4, socket.AF_UNIX, socket.SOCK_STREAM)\n"
+        "for _ in range(50): socket.send_fds(link, [b''], [3, 4, 5, 6])",
+        meets="ends",
+    ),
+    # Saves that grow.
+    Kind(
+        "save-grows-by-a-byte-a-step",
+        "held = {'text': ''}.save()\nfor step in tracer.iter[:]:\n    model.model.layers[2].output\n"
+        "    held['text'] += 'x'\n    held['all'] = held['text'] * 100_000\n",
+        meets="finishes",
+    ),
+    Kind(
+        "many-full-lists",
+        once("held = {f'n{i}': [0] * 262_000 for i in range(60)}.save()"),
+        meets="ends",
+        inline=False,
+    ),
+    # Shared memory that the worker reads, written to all the time.
+    _asks(
+        "memory-written-all-the-time",
+        """
+        import threading
+        memory = driver()._returned
+        def write():
+            while True: memory._bytes.fill_(255)
+        threading.Thread(target=write, daemon=True).start()
+        model.model.layers[2].output = (h * 1.001, o[1])
+        """,
+        meets="ends",
+    ),
+]

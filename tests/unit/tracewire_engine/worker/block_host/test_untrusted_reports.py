@@ -1,0 +1,94 @@
+"""What a host may report, and what none reports that runs its own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tracewire_bus.store.blobs import CHUNK_BYTES
+from tracewire_bus.wire.messages import Append, Delete, Set
+from tracewire_engine.protocol.block_host import MOST_RECORDS, Broken, Chunk, Ready, Report, Reported
+from tracewire_engine.protocol.messages import FinishRecord, StepRecord
+from tracewire_engine.worker.block_host.untrusted_reports import UntrustedReport, UntrustedReports
+
+BLOB = "0123456789abcdef"
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))
+
+
+def step(deltas: msgspec.Raw, index: int = 0, ended: str = "") -> Reported:
+    return Reported([StepRecord("r", 0, index, deltas, ended)])
+
+
+def test_what_hosts_report_passes() -> None:
+    reports = UntrustedReports(0)
+    deltas = raw([Set(("a",), []), Append(("a",), [1, 2]), Delete(("b", 3))])
+    reports.check(Ready([]), 0)
+    reports.check(step(deltas, ended="stop"), 1)
+    reports.check(Reported([], [FinishRecord("r", 0, deltas)]), 2)
+    for number in range(500):
+        reports.check(Chunk("r", BLOB, number, bytes(CHUNK_BYTES)), 2)
+    broken = Broken("x" * 100_000)
+    reports.check(broken, 2)
+    assert len(broken.message) == 10_000
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        step(raw([]), index=-1),
+        step(raw([]), index=1 << 40),
+        step(raw([]), ended="oddly"),
+        step(raw(5)),
+        step(raw([5])),
+        step(raw([["x", ["a"], 1]])),
+        step(raw([["a", [], [1]]])),
+        step(raw([["a", ["a"], 5]])),
+        step(raw([["s", ["a"]]])),
+        Reported([], [FinishRecord("r", 0, raw([None]))]),
+        Ready(["x"] * 100),
+        Ready(["x" * 100_000]),
+        Chunk("r", "../../other", 0, b""),
+        Chunk("r", BLOB, -1, b""),
+        Chunk("r", BLOB, 0, bytes(CHUNK_BYTES + 1)),
+    ],
+)
+def test_what_no_host_reports_is_refused(report: Report) -> None:
+    with pytest.raises((UntrustedReport, msgspec.DecodeError)):
+        UntrustedReports(0).check(report, 1)
+
+
+def test_more_reports_than_turns_are_refused() -> None:
+    reports = UntrustedReports(0)
+    reports.check(Reported(), 1)
+    with pytest.raises(UntrustedReport, match="2 reports of 1 turns"):
+        reports.check(Reported(), 1)
+    reports.check(Ready(), 1)
+    with pytest.raises(UntrustedReport):
+        reports.check(Ready(), 1)
+
+
+def test_many_small_pieces_of_large_arrays_are_refused() -> None:
+    for large, allowed in ((1000, True), (0, False)):
+        reports = UntrustedReports(large)
+
+        def flood(reports: UntrustedReports = reports) -> None:
+            for _ in range(200):
+                reports.check(Chunk("r", BLOB, 0, bytes(1001)), 1)
+
+        if allowed:
+            flood()
+        else:
+            with pytest.raises(UntrustedReport, match="pieces of large arrays"):
+                flood()
+
+
+def test_a_report_of_very_many_records_is_not_decoded() -> None:
+    one = StepRecord("r", 0, 0, raw([]))
+    encoded = msgspec.msgpack.encode(Reported([one] * (MOST_RECORDS + 1)))
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        msgspec.msgpack.decode(encoded, type=Report)
