@@ -164,12 +164,6 @@ HOST_KINDS = [
         "    held['text'] += 'x'\n    held['all'] = held['text'] * 100_000\n",
         meets="finishes",
     ),
-    Kind(
-        "many-full-lists",
-        once("held = {f'n{i}': [0] * 262_000 for i in range(60)}.save()"),
-        meets="ends",
-        inline=False,
-    ),
     # Shared memory that the worker reads, written to all the time.
     _asks(
         "memory-written-all-the-time",

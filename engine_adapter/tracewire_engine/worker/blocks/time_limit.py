@@ -134,6 +134,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # The timer may ring just after the block has parked: the model must not be hit then.
     if _building or getattr(getcurrent(), "mediator", None) is not None:
         _running.rings += 1
+        if _second is not None and number == signal.SIGALRM:
+            # The first timer serves.
+            _second.start(1.0 + _LATER_S)
         if _running.rings > 1 and frame is not None and _is_block_s(frame):
             _raise_again_in(frame)
         raise timeout()
