@@ -96,8 +96,8 @@ class ModelAnswers:
         """Refuse what would read or write the values that all requests have in the KV cache."""
         if any(map(self.holds_state, modules)):
             raise NotImplementedError(
-                f"{envoy.path.removeprefix('model.')} has attention, which holds the KV cache of all requests: so {what} a block in a "
-                "process of its own (--blocks host)"
+                f"{envoy.path.removeprefix('model.')} has attention, which holds the KV cache of all requests: so "
+                f"{what} a block in a process of its own (--blocks host)"
             )
 
     def _expect_weights(self, name: str, tensor: torch.Tensor) -> None:
