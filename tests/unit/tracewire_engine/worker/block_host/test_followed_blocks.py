@@ -122,8 +122,8 @@ def test_rows_that_cannot_be_put_in_here_are_told_to_the_first_rank(monkeypatch:
     watch = StepWatch(waits={"model.model.layers.0.output": 0})
     first.tell(StepBegan(watch))
     copies = CopiedRows()
-    shape = copies.add(torch.ones(2, 4))
-    reply = Reply(replaced=Shared([1, [0, 0], [0, 1]], [shape, shape]))
+    shapes = [copies.add(torch.ones(2, 4)) for _ in range(2)]
+    reply = Reply(replaced=Shared([1, [0, 0], [0, 1]], shapes))
     edit = Edit(["request-00000000"], StepSpans([(0, 2)], [0], 2, 1), reply)
     first.tell(Served([edit], StepWatch()), copies.bytes())
 
