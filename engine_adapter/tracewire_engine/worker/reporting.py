@@ -144,7 +144,7 @@ class StepReporter:
                 save_marks.prune(mediator, saves)
             if reporting:
                 live.append((request, progress, saves))
-                progress.tracker.collect_new(saves, new)
+                _collect_new(progress.tracker, saves, new)
         if live:
             self._read_saves(live, new)
 
@@ -157,7 +157,7 @@ class StepReporter:
         """
         shared = list(self._requests.shared_runs.runs.values())
         for run in shared:
-            run.tracker.collect_new(run.values, new)
+            _collect_new(run.tracker, run.values, new)
         host = HostCopy(self._requests.budget.threshold)
         try:
             host.prime(new)
@@ -274,6 +274,18 @@ class StepReporter:
         self.link.send(*[one.complete() for one in sent])
         for one in sent:
             one.release()
+
+
+def _collect_new(tracker: SaveTracker, values: Any, found: list[Any]) -> None:
+    """Add the new tensors of a trace's values to `found`, as far as they can be found.
+
+    The tracker copies what is missing when it reads the values. There it meets the same error, such as a time that is
+    up, and the trace fails.
+    """
+    try:
+        tracker.collect_new(values, found)
+    except Exception as exception:
+        logger.debug("the new arrays of a step could not all be found: %s", type(exception).__name__)
 
 
 def _blocks_are_over(request: Request) -> bool:

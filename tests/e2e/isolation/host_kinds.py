@@ -61,7 +61,7 @@ def _named(code: str) -> str:
 
 HOST_KINDS = [
     # What a block can ask of the model.
-    Kind("kv-cache-read", once("cache = model.model.layers[2].self_attn.attn.kv_cache.save() #!"), inline=False),
+    Kind("kv-cache-saved", once("cache = model.model.layers[2].self_attn.attn.kv_cache.save() #!"), inline=False),
     Kind(
         "attention-called",
         once("import torch\nmodel.model.layers[2].self_attn(torch.zeros(len(h), dtype=torch.long), h * 9) #!"),
@@ -163,6 +163,12 @@ HOST_KINDS = [
         "held = {'text': ''}.save()\nfor step in tracer.iter[:]:\n    model.model.layers[2].output\n"
         "    held['text'] += 'x'\n    held['all'] = held['text'] * 100_000\n",
         meets="finishes",
+    ),
+    Kind(
+        "many-full-lists",
+        once("held = {f'n{i}': [0] * 262_000 for i in range(60)}.save()"),
+        meets="ends",
+        inline=False,
     ),
     # Shared memory that the worker reads, written to all the time.
     _asks(
