@@ -76,6 +76,8 @@ class TracewireWorker(_PlatformWorker):
         """
         result = super().compile_or_warm_up_model()
         self.model_runner.tracewire_deferred.attach(WorkerProc)
+        if self.model_runner.tracewire_hosts is not None:
+            self.model_runner.tracewire_hosts.wait_ready()
         self.model_runner.tracewire_serving = True
         process_state.keep()
         gc.collect()

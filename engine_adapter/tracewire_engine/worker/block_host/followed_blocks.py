@@ -47,6 +47,9 @@ class FollowedBlocks:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
+    def wait_ready(self) -> None:
+        """Return at once: the first rank has the hosts."""
+
     def open(
         self,
         request_id: str,

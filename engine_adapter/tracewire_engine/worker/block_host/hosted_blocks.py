@@ -99,6 +99,14 @@ class HostedBlocks:
         self._numbers: dict[str, int] = {}
         self._left_s = 0.0
 
+    def wait_ready(self) -> None:
+        """Wait until hosts can be started, so that the model waits for no start later.
+
+        Raises:
+            OSError: the server of hosts has ended, or does not answer.
+        """
+        self._hosts.wait_ready()
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def open(

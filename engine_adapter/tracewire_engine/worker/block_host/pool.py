@@ -26,8 +26,9 @@ logger = logging.getLogger("vllm.tracewire")
 #: How much memory a worker and a host share in each direction, in bytes. It takes room as it is used.
 SHARED_BYTES = 1 << 30
 
-#: How long the server of hosts may take to start, or to fork, in seconds.
-_PATIENCE_S = 120.0
+#: How long the server of hosts may take to start, while the engine serves nothing, and how long to fork a host, while
+#: the model may wait; in seconds.
+_START_S, _FORK_S = 120.0, 5.0
 
 #: The largest message of a host: a step's saves. Large arrays come in pieces.
 _MOST_BYTES = 256 << 20
@@ -126,7 +127,7 @@ class HostPool:
         theirs.close()
         send_descriptors(self._control, b"settings", [described])
         os.close(described)
-        self._control.settimeout(_PATIENCE_S)
+        self._control.settimeout(_START_S)
 
     def ahead(self) -> None:
         """Have the server start hosts ahead of need. Does not wait for them."""
@@ -137,6 +138,19 @@ class HostPool:
         ends = _Ends()
         ends.hand_over(self._control)
         self._starting.append(ends)
+
+    def wait_ready(self) -> None:
+        """Wait until the server can start hosts.
+
+        Raises:
+            OSError: the server of hosts has ended, or does not answer.
+        """
+        if not self._ready:
+            message, _ = receive_descriptors(self._control)
+            if message != b"ready":
+                raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
+            self._ready = True
+            self._control.settimeout(_FORK_S)
 
     def take(self) -> HostProcess:
         """A host for a trace. Waits for it if none was started ahead.
@@ -151,12 +165,11 @@ class HostPool:
         return host
 
     def _started(self) -> HostProcess:
-        if not self._ready:
-            message, _ = receive_descriptors(self._control)
-            if message != b"ready":
-                raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
-            self._ready = True
-        message, descriptors = receive_descriptors(self._control)
+        self.wait_ready()
+        try:
+            message, descriptors = receive_descriptors(self._control)
+        except TimeoutError:
+            raise TimeoutError(f"no host of blocks was started within {_FORK_S:g} s; submit the trace again") from None
         if not message:
             raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
         return HostProcess(int(message), descriptors[0], self._starting.popleft(), self._large)
