@@ -14,8 +14,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ async def _serve(options: argparse.Namespace) -> int:
         with _progress(f"loading {options.model}") as progress:
             while not all(child.answer for child in children):
                 for child in children:
-                    if child.status is not None:
+                    if child.status is not None and not children.retry(child):
                         progress.done()
                         return _failed(child, options)
                 progress.tell(engine.progress())
@@ -146,18 +147,38 @@ async def _redis(options: argparse.Namespace) -> AsyncIterator[str]:
         yield server.url
 
 
+class _Children(list[Child]):
+    """The processes, the engine first."""
+
+    #: Starts the gateway on any port: another process may take the usual one while this gateway starts.
+    other: Callable[[], Child] | None = None
+
+    def retry(self, child: Child) -> bool:
+        """Start a gateway that has ended once more. Returns whether that could be done."""
+        if child.name != "gateway" or self.other is None:
+            return False
+        self[self.index(child)], self.other = self.other(), None
+        return True
+
+
 @asynccontextmanager
-async def _children(options: argparse.Namespace, url: str) -> AsyncIterator[list[Child]]:
+async def _children(options: argparse.Namespace, url: str) -> AsyncIterator[_Children]:
     """The engine and the gateway, which start at the same time."""
     environment = {"TRACEWIRE_URL": url}
     with tempfile.TemporaryDirectory(prefix="tracewire-up-") as folder:
         logs = None if options.verbose else Path(folder)
         # Running traces end soon after Ctrl-C. An option that is given comes later, and counts.
         arguments = [options.model, "--prefix", options.prefix, *([] if _gives_drain(options) else ["--drain", "1"])]
-        children = [Child("engine", [*arguments, *options.more], environment, logs and logs / "engine.log")]
+        children = _Children([Child("engine", [*arguments, *options.more], environment, logs and logs / "engine.log")])
         if not options.no_gateway:
-            where = ["--port", str(_gateway_port(options.port)), "--prefix", options.prefix, "--drain", "1"]
-            children.append(Child("gateway", where, environment, logs and logs / "gateway.log"))
+
+            def gateway(port: int) -> Child:
+                where = ["--port", str(port), "--prefix", options.prefix, "--drain", "1"]
+                return Child("gateway", where, environment, logs and logs / "gateway.log")
+
+            children.append(gateway(_gateway_port(options.port)))
+            if options.port is None:
+                children.other = partial(gateway, 0)
         try:
             yield children
         finally:

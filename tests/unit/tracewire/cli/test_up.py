@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.cli import command
 from tests.support.gateways import serving
+from tests.support.until import until
 from tracewire.cli import installed, up
 from tracewire.cli.main import build_parser
 from tracewire_bus.transport.urls import redacted
@@ -42,6 +43,33 @@ def test_a_port_that_is_taken_is_not_insisted_on(monkeypatch: pytest.MonkeyPatch
         assert up._gateway_port(None) == 0
         assert up._gateway_port(number) == number
     assert up._gateway_port(None) == number
+
+
+async def test_a_port_that_is_taken_meanwhile_is_not_insisted_on(
+    redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands that start together both find the usual port free. The engine refuses its option at once."""
+    options = build_parser().parse_args(["up", "demo", "--url", redis_url, "--prefix", prefix])
+    options.more = ["--capcity", "3"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        monkeypatch.setattr(up, "_PORT", number)
+        monkeypatch.setattr(up, "_gateway_port", lambda given: number)
+        async with up._children(options, redis_url) as children:
+            engine, gateway = children
+            await until(lambda: gateway.status is not None)
+            assert children.retry(gateway)
+            await until(lambda: children[1].answer)
+            assert children[1].answer.startswith("http://127.0.0.1:")
+            assert not children[1].answer.endswith(f":{number}")
+            # Once; and an engine that ends is not started again.
+            assert not children.retry(children[1])
+            assert not children.retry(engine)
+        options.port = number
+        async with up._children(options, redis_url) as children:
+            assert not children.retry(children[1])
 
 
 async def test_the_dashboard_is_named_where_the_gateway_has_one(redis_url: str, prefix: str) -> None:
