@@ -112,6 +112,7 @@ def every_message() -> dict[str, tuple[str, messages.Message]]:
         code=["ab" * 32],
         key="alice-1",
         tenant="alice",
+        drafts=[messages.Drafts(0, "it has interventions")],
     )
     value = {"scores": [0.5, 1], 3: (None, True), "big": 2**70, "array": _ARRAY, "bytes": b"\0\xff"}
     reference = ArrayRef("float32", (2, 3), digest(_ARRAY), "ab")

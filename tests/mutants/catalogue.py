@@ -561,14 +561,14 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/presence.py",
         "a-closed-client-keeps-its-lease",
-        "                    await self._bus.leases.release(self._lease)\n",
-        "                    pass\n",
+        "                        await self._bus.leases.release(name)\n",
+        "                        pass\n",
         _PRESENCE + "::test_a_closed_client_holds_no_lease",
     ),
     _of(
         f"{_SDK}/traces/presence.py",
         "a-lease-is-not-renewed",
-        "await self._bus.leases.renew(self._lease, self._lease_s * 2 / 3, link)",
+        "await self._bus.leases.renew(name, self._lease_s * 2 / 3, link)",
         "pass",
         _PRESENCE + "::test_a_lease_is_renewed_beside_calls_that_hang",
     ),

@@ -28,6 +28,7 @@ _VECTORS = {"relu": (), "topk": (), "jumprelu": ("threshold",), "gated": ("gate"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _WEIGHTS, _CONFIG = "sae_weights.safetensors", "cfg.json"
 _HOOK = re.compile(r"blocks\.(\d+)\.hook_resid_(pre|post)")
+_LAYER = re.compile(r"residual\((\d+)\)")
 
 
 class WrongAutoencoder(ValueError):
@@ -231,6 +232,8 @@ class SparseAutoencoder:
             "normalize_activations": "none",
             "metadata": {"model_name": one.model, "tracewire_at": one.at},
         }
+        if (layer := _LAYER.fullmatch(one.at)) is not None:
+            config["metadata"]["hook_name"] = f"blocks.{layer[1]}.hook_resid_post"
         if one.architecture == "topk":
             config["k"] = one.k
         (where / _CONFIG).write_text(json.dumps(config, indent=1))

@@ -111,7 +111,7 @@ __all__ = [
 ]
 
 #: The schema that this package writes, `(major, minor)`. A stream entry has it as the text `"major.minor"`.
-SCHEMA: tuple[int, int] = (2, 5)
+SCHEMA: tuple[int, int] = (2, 6)
 #: The schema of submissions and edits, which clients write for engines. Older engines of this major version read it.
 REQUEST_SCHEMA: tuple[int, int] = (1, 8)
 

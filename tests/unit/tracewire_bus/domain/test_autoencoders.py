@@ -72,6 +72,8 @@ def test_an_autoencoder_in_saelens_format_computes_what_saelens_does(
     np.testing.assert_allclose(loaded.decode(found), found @ given["W_dec"] + given["b_dec"], rtol=1e-5, atol=1e-5)
     # Written and read again, it is the same.
     loaded.save(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "cfg.json").read_text())
+    assert written["metadata"]["hook_name"] == "blocks.3.hook_resid_post"
     again = SparseAutoencoder.load(tmp_path / "again")
     assert again.description == loaded.description
     np.testing.assert_allclose(again.encode(X), found, rtol=1e-5, atol=1e-5)
