@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 
-from tests.support.api_cases import documented
+from tests.support.api_cases import TRACE, documented
 from tracewire.gateway.app import create_app
 from tracewire.gateway.documents import COMMON, OPENAI_COMMON, answers, files, problems, stream
 from tracewire.gateway.downloads import FORMATS
@@ -116,27 +117,33 @@ def test_the_examples_of_answers_have_their_forms() -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def request_of(path: str, operation: dict[str, Any]) -> tuple[str, Any]:
-    """The path and the body of a route's example."""
+def request_of(path: str, operation: dict[str, Any], file: bytes) -> tuple[str, dict[str, Any]]:
+    """The path of a route's example, and its body: JSON, or this file."""
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             path = path.replace(f"{{{parameter['name']}}}", example(parameter["schema"]))
     body = operation.get("requestBody")
-    return path, None if body is None else example(body["content"]["application/json"]["schema"])
+    if body is None:
+        return path, {}
+    if list(body["content"]) == ["application/octet-stream"]:
+        return path, {"content": file}
+    return path, {"json": example(body["content"]["application/json"]["schema"])}
 
 
 #: Routes that act on a trace that runs.
 CONTROL = ("steer_trace", "pause_trace", "resume_trace", "cancel_trace")
 
 
-async def test_each_example_is_a_request_with_a_documented_success(redis_url: str, prefix: str) -> None:
+async def test_each_example_is_a_request_with_a_documented_success(redis_url: str, prefix: str, tmp_path: Path) -> None:
     count = 0
     everything = [one for one in operations() if one[2]["operationId"] not in CONTROL]
     # An edit is installed first and removed last.
     async with documented(redis_url, prefix) as served, served.http() as http:
+        (await served.gateway.client.record(TRACE)).save(tmp_path / "mine.twrec")
+        file = (tmp_path / "mine.twrec").read_bytes()
         for path, method, operation in sorted(everything, key=lambda one: (one[1] == "delete", one[1] != "put")):
-            where, body = request_of(path, operation)
-            async with http.stream(method.upper(), where, json=body) as answer:
+            where, body = request_of(path, operation, file)
+            async with http.stream(method.upper(), where, **body) as answer:
                 described = operation["responses"].get(str(answer.status_code))
                 assert answer.is_success, (operation["operationId"], (await answer.aread()).decode())
                 assert described is not None, (operation["operationId"], answer.status_code)
