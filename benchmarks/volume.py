@@ -2,11 +2,12 @@
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
         [--ways block declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
-        [--adapters N] [--subscribers N]
+        [--adapters N] [--subscribers N] [--blocks host]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
-- *block*: a block appends the last position of each layer to a list, in every step;
+- *block*: a block appends the last position of each layer to a list, in every step; with `--blocks host`, in a process
+  of its own;
 - *declared*: a `Probe` of each layer reads the same;
 - *steered*: each layer has a probe with a vector, and a vector is added to it;
 - *none*: requests without interventions, over the bus.
@@ -267,6 +268,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
     setup["arguments"] = [] if options.adapters is None else ["--adapters", str(options.adapters)]
+    setup["arguments"] += ["--blocks", options.blocks]
     if options.bulk is not None:
         # The engine's budget of files holds a round of 256 requests at all layers.
         setup["arguments"] += ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
@@ -339,6 +341,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokens": options.tokens,
         "rounds": options.rounds,
         "adapters": options.adapters,
+        "blocks": options.blocks,
         "subscribers": options.subscribers,
         "cells": cells,
         "raw": [{"bytes": size, "mb_s": round(median(found), 1)} for size, found in raw.items()],
@@ -369,6 +372,7 @@ def main() -> None:
         "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"
     )
     parser.add_argument("--adapters", type=at_least(1), help="as of `tracewire engine`")
+    parser.add_argument("--blocks", choices=("inline", "host"), default="inline", help="as of `tracewire engine`")
     parser.add_argument("--subscribers", type=at_least(1), default=1, help="how many processes submit and follow")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")

@@ -277,9 +277,11 @@ def test_gateway_before_an_engine() -> None:
 
 @own_engine
 @pytest.mark.full
-def test_volume() -> None:
+@pytest.mark.parametrize("blocks", ["inline", "host"])
+def test_volume(blocks: str) -> None:
     sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
-    found = figures("volume", "--quick", *sizes, "--seconds", "0.2")
+    found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks)
+    assert found["blocks"] == blocks
     ways = ["block", "declared", "steered"]
     wanted = [(way, n, 1) for n in (1, 2) for way in [*ways, "none"]] + [(way, n, 8) for n in (1, 2) for way in ways]
     assert sorted((one["way"], one["requests"], one["layers"]) for one in found["cells"]) == sorted(wanted)
