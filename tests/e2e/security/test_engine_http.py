@@ -64,7 +64,7 @@ def _arguments(*options: str) -> Any:
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     found: Namespace = parser.parse_args(["--model", str(cli.demo_model()), *options])
-    found.drain, found.model_runner = 1.0, "first"
+    found.drain, found.model_runner, found.tap = 1.0, "first", []
     return cli._vllm_arguments(found)
 
 
