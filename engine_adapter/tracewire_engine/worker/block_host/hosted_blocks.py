@@ -55,6 +55,11 @@ _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply 
 _generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 
 
+def _patience_s(host: BlockHost, left_s: float, step_s: float) -> float:
+    """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
+    return max(left_s, _SHARE * step_s - host.used_s)
+
+
 class HostedBlocks:
     """The traces with blocks of this worker.
 
@@ -78,6 +83,8 @@ class HostedBlocks:
     ) -> None:
         self._model, self._accounts, self._reports = model, Accounts(paths), reports
         self._hosts = TenantHosts(pool, reports)
+        #: Waits until hosts can be started, so that the model waits for no start later.
+        self.wait_ready = pool.wait_ready
         self._step_s = step_s
         #: Answers what hosts ask for.
         self.answers = ModelAnswers(model)
@@ -98,14 +105,6 @@ class HostedBlocks:
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._left_s = 0.0
-
-    def wait_ready(self) -> None:
-        """Wait until hosts can be started, so that the model waits for no start later.
-
-        Raises:
-            OSError: the server of hosts has ended, or does not answer.
-        """
-        self._hosts.wait_ready()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -366,7 +365,7 @@ class HostedBlocks:
                 host.reach(location, value, self._passed, by_request=by_request, copies=copies)
                 return
             except NoRoom:
-                left = self._left(host) - (time.monotonic() - began)
+                left = _patience_s(host, self._left_s, self._step_s) - (time.monotonic() - began)
                 if left <= 0:
                     self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
                 else:
@@ -397,7 +396,8 @@ class HostedBlocks:
         began = time.monotonic()
         replies = {}
         while waiting:
-            ready = wait_for([host.calls for host in waiting], min(map(self._left, waiting)) - time.monotonic() + began)
+            left = min(_patience_s(host, self._left_s, self._step_s) for host in waiting)
+            ready = wait_for([host.calls for host in waiting], left - time.monotonic() + began)
             passed = time.monotonic() - began
             for host in list(waiting):
                 try:
@@ -409,7 +409,7 @@ class HostedBlocks:
                 else:
                     if reply is not None:
                         replies[host] = reply
-                    elif passed >= self._left(host):
+                    elif passed >= _patience_s(host, self._left_s, self._step_s):
                         self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
                     else:
                         continue
@@ -417,10 +417,6 @@ class HostedBlocks:
                 host.used_s += passed
         self._left_s -= time.monotonic() - began
         return [(host, replies[host]) for host in hosts if host in replies and host.failure is None]
-
-    def _left(self, host: BlockHost) -> float:
-        """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
-        return max(self._left_s, _SHARE * self._step_s - host.used_s)
 
     def _reply(self, host: BlockHost) -> Reply | None:
         """Take what a host has said. Returns its reply, if it has come."""

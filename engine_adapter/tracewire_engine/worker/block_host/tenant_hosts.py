@@ -34,14 +34,6 @@ class TenantHosts:
         self._pool, self._reports, self._most = pool, reports, most
         self._shared: dict[tuple[str, bool], list[BlockHost]] = {}
 
-    def wait_ready(self) -> None:
-        """Wait until hosts can be started.
-
-        Raises:
-            OSError: the server of hosts has ended, or does not answer.
-        """
-        self._pool.wait_ready()
-
     def of(self, tenant: str | None, account: Account) -> BlockHost:
         """A host for a trace.
 
