@@ -45,7 +45,8 @@ async def served(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) 
     approvals = Approvals(folder / "approved.json")
     for block in (approved(direction=0.0), hidden):
         approvals.add(block.name, code_hash(block.block()), "")
-    options = ("--code", "listed", "--approved", str(approvals.path))
+    # Where others can reach the Redis, blocks run so by default.
+    options = ("--code", "listed", "--approved", str(approvals.path), "--blocks", "host")
     async with EmbeddedServer.start() as server:
         with running_engine(server.url, folder, *options):
             async with tracewire.connect(server.url) as client:

@@ -62,7 +62,7 @@ class BlockCache:
         self.device = device
         self.folder = folder
         self._size = size
-        self._permits = permits or Permits(b"")
+        self._permits = Permits(b"") if permits is None else permits
         #: The builtins of blocks whose permit limits their imports.
         self._limited = limited_builtins(imports)
         self._compiled: OrderedDict[bytes, CompiledSource] = OrderedDict()
