@@ -42,6 +42,7 @@ RUN_BY = {
     "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",
     "python -m benchmarks.sizing": _BENCHMARKS + "sizing",
     "python -m benchmarks.soak": _BENCHMARKS + "soak",
+    "python -m benchmarks.speculation": _BENCHMARKS + "speculation",
     "python -m benchmarks.steering": _BENCHMARKS + "steering",
     "python -m tests.support.dashboard_load": "tests/e2e/dashboard/test_load.py::test_the_command_prints_figures",
     "python -m examples.chat_backend": "tests/e2e/serving/test_chat_backend.py::test_the_try_out",
