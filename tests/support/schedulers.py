@@ -29,7 +29,7 @@ from tests.support import ROOT
 from tracewire_engine.core.scheduler import pausing_scheduler
 from tracewire_engine.protocol.keys import BLOCK_ARG, FORCED_ARG
 
-__all__ = ["BLOCK", "LENGTH", "PLACES", "Core", "alone", "configuration"]
+__all__ = ["BLOCK", "LENGTH", "PLACES", "Core", "alone", "configuration", "prompt"]
 
 MODEL = ROOT / "examples" / "demo_model" / "model"
 BLOCK, PLACES, LENGTH = 4, 3, 48
@@ -38,6 +38,11 @@ BLOCK, PLACES, LENGTH = 4, 3, 48
 def following(tokens: list[int]) -> int:
     """The made-up model: the token after these."""
     return (sum(place * token for place, token in enumerate(tokens, 1)) * 2654435761 >> 7) % 1000 + 1
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """A prompt that shares nothing with another's."""
+    return [1000 * number + place for place in range(length)]
 
 
 def alone(prompt: list[int], count: int) -> list[int]:

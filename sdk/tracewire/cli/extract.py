@@ -23,6 +23,7 @@ from .blocks import load_function
 from .commands import UsageError, add_command
 from .model_names import add_model
 from .printing import print_json, print_rows, remark
+from .specs import numbers
 
 __all__ = ["add_extract", "prompts_of"]
 
@@ -70,7 +71,7 @@ def add_extract(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     extract.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the scores by layer")
     sweep = extract.add_argument_group("a sweep of strengths")
     sweep.add_argument(
-        "--strengths", type=_numbers, metavar="S,S", help="steer at each of these strengths, as --strengths=-20,0,20"
+        "--strengths", type=numbers, metavar="S,S", help="steer at each of these strengths, as --strengths=-20,0,20"
     )
     sweep.add_argument("--prompts", type=Path, metavar="FILE", help="the prompts to steer; a file as --positive")
     what = "a function of a text that returns a number (default: the direction as a probe, one layer later)"
@@ -78,13 +79,6 @@ def add_extract(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     sweep.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of each text (default: 64)")
     what = "write a plot of the score and the perplexity by strength"
     sweep.add_argument("--sweep-plot", type=Path, metavar="FILE.svg", help=what)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers, as -20,0,20, got {text!r}") from None
 
 
 def _span(text: str) -> slice:

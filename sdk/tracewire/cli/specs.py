@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -35,6 +36,7 @@ __all__ = [
     "declared",
     "lens_spec",
     "named_value",
+    "numbers",
     "probe_spec",
     "steer_spec",
     "values_by_name",
@@ -177,6 +179,17 @@ def _vector(file: str, *, named: bool = True) -> Any:
 
 def _wrong(form: tuple[str, str], text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"expected {form[0]}, as in '{form[1]}'; got {text!r}")
+
+
+def numbers(text: str) -> list[float]:
+    """An argparse converter for numbers with commas between them, such as strengths."""
+    try:
+        found = [float(one) for one in text.split(",")]
+        if not all(map(math.isfinite, found)):
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, as -20,0,20, got {text!r}") from None
+    return found
 
 
 def named_value(text: str) -> tuple[str, Any]:

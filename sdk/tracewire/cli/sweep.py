@@ -20,7 +20,7 @@ from .extract import prompts_of
 from .model_names import add_model
 from .printing import print_json, print_matrix, print_rows
 from .requests import add_sampling, prompt_of, sampling_of
-from .specs import PROBE, STEER, probe_spec, steer_spec
+from .specs import PROBE, STEER, numbers, probe_spec, steer_spec
 
 __all__ = ["add_sweep"]
 
@@ -59,7 +59,7 @@ def _add_strengths(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> 
     what = f"where to add which vector: '{STEER[1].partition('*')[0]}'; VECTOR is a file or a name of the library"
     add("--steer", type=steer_spec, required=True, metavar="AT@VECTOR", help=what)
     what = "factors of the vector, as --strengths=-20,0,20"
-    add("--strengths", type=_numbers, required=True, metavar="N,N,...", help=what)
+    add("--strengths", type=numbers, required=True, metavar="N,N,...", help=what)
     what = f"a probe ('{PROBE[1].partition('=')[2]}'), or a function of a text in a Python file, which is executed"
     add("--score", required=True, metavar=_SCORE, help=what)
     add("--no-perplexity", action="store_true", help="leave out the unsteered model's perplexity of the texts")
@@ -92,16 +92,6 @@ def _add_patch(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> None
     add("--at", default="residual({layer})", metavar="AT", help="default: residual({layer})")
     add("--raw", action="store_true", help="print the measure itself, and not 0 as CORRUPTED to 1 as CLEAN")
     add("--concurrency", type=int, default=32, metavar="N", help="traces that run at once (default: 32)")
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        found = [float(one) for one in text.split(",")]
-        if not all(map(math.isfinite, found)):
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers, as -20,0,20, got {text!r}") from None
-    return found
 
 
 # --- strengths --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.schedulers import Core, alone, configuration
+from tests.support.schedulers import Core, alone, configuration, prompt
 from tracewire_engine.protocol.keys import STEP_TOKENS
 
 pytest.importorskip("vllm")
@@ -25,17 +25,6 @@ def config() -> Any:
     config = configuration(chunked=True, caching=True, tokens=CAPACITY, drafts=DRAFTS)
     config.additional_config = {STEP_TOKENS: STEP}
     return config
-
-
-@pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def depth(request: pytest.FixtureRequest) -> int:
-    """How many steps are under way at once."""
-    return request.param
-
-
-def prompt(number: int, length: int) -> list[int]:
-    """A prompt that shares nothing with another's."""
-    return [1000 * number + place for place in range(length)]
 
 
 def test_plain_requests_are_drafted_and_traced_ones_beside_them_are_not(config: Any, depth: int) -> None:

@@ -33,12 +33,6 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
 
 
-@pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def depth(request: pytest.FixtureRequest) -> int:
-    """How many steps are under way at once."""
-    return request.param
-
-
 def test_paused_requests_rest_and_the_others_go_on(config: Any, depth: int) -> None:
     core = Core(config, 100, depth, "fcfs")
     core.add("a", [1, 2, 3], 20)

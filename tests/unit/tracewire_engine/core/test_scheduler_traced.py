@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.support.schedulers import PLACES, Core, alone, configuration
+from tests.support.schedulers import PLACES, Core, alone, configuration, prompt
 from tracewire_engine.protocol.keys import KEPT_BYTES, STEP_TOKENS
 
 pytest.importorskip("torch")
@@ -31,17 +31,6 @@ def config() -> Any:
     config = configuration(chunked=True, caching=True, tokens=CAPACITY)
     config.additional_config = {STEP_TOKENS: STEP}
     return config
-
-
-@pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def depth(request: pytest.FixtureRequest) -> int:
-    """How many steps are under way at once."""
-    return request.param
-
-
-def prompt(number: int, length: int) -> list[int]:
-    """A prompt that shares nothing with another's."""
-    return [1000 * number + place for place in range(length)]
 
 
 def test_a_plain_prompt_is_chunked_and_a_traced_one_is_whole(config: Any, depth: int) -> None:
