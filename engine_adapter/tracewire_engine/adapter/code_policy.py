@@ -47,7 +47,7 @@ class CodePolicy:
         self.reason = reason
         self._approvals = approvals
         self._imports = imports
-        self._permits = permits or Permits(b"")
+        self._permits = Permits(b"") if permits is None else permits
 
     def check(self, block: Block, may_ship: bool = False) -> str:
         """Check whether a block may run. Returns the hash of its code.

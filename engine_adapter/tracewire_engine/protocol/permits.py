@@ -26,9 +26,6 @@ class Permits:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def __bool__(self) -> bool:
-        return bool(self._key)
-
     def of(self, block: bytes, *, limited: bool) -> bytes:
         """The stamp of an encoded block; `b""` without a key. `limited` says whether the limit on imports applies."""
         if not self._key:

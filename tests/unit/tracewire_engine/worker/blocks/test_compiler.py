@@ -11,7 +11,7 @@ import torch
 
 from tracewire_bus.wire.messages import Block, Helper
 from tracewire_bus.wire.packing import pack
-from tracewire_engine.protocol.permits import NoPermit, Permits
+from tracewire_engine.protocol.permits import CheckedPermits, NoPermit, Permits
 from tracewire_engine.worker.blocks.compiler import BlockCache
 from tracewire_engine.worker.blocks.live_params import LiveRun
 
@@ -89,9 +89,10 @@ def test_a_block_without_the_adapter_s_permit_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"modules": {"m": "os"}}, {"imports": {"m": ("os", "path")}}])
-def test_a_permit_that_is_limited_limits_imports(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("checks", [Permits(b"k" * 32), CheckedPermits()], ids=["worker", "host"])
+def test_a_permit_that_is_limited_limits_imports(checks: Permits, fields: dict[str, Any]) -> None:
     permits = Permits(b"k" * 32)
-    cache = BlockCache(None, torch.device("cpu"), kind=Bound, permits=permits, imports=["math"])  # type: ignore[arg-type]
+    cache = BlockCache(None, torch.device("cpu"), kind=Bound, permits=checks, imports=["math"])  # type: ignore[arg-type]
     block = _encoded("m", **fields)
     cache.mediator(block, LiveRun(""), permit=permits.of(block, limited=False)).run()
     with pytest.raises(ImportError, match="'os'"):
