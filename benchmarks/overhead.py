@@ -375,6 +375,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         # The cache's size is given: engines that start at once disturb each other's profiling of memory.
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
     setup["engine"]["kv_cache_memory_bytes"] = (4096 if options.dummy else 512) * 1024 * 1024
+    setup["arguments"] = ["--model-runner", options.model_runner]
     for option in options.engine:
         name, _, value = option.partition("=")
         setup["engine"][name] = int(value) if value.isdigit() else value
@@ -529,6 +530,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--hosted", action="store_true", help="an engine with --blocks host, and blocks that write, besides"
+    )
+    parser.add_argument(
+        "--model-runner",
+        choices=("first", "second"),
+        default="first",
+        help="as of `tracewire engine`; plain vLLM chooses",
     )
     parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")
     parser.add_argument("--no-own", action="store_true", help="leave Tracewire's engine without the bus out")

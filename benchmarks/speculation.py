@@ -1,7 +1,7 @@
 """Plain requests with speculative decoding: on Tracewire's engine and on plain vLLM with the same drafts, in one run.
 
     python -m benchmarks.speculation [--model FOLDER] [--drafts 3] [--concurrency 16]
-    [--tokens 100] [--rounds 5] [--undrafted] [--first-runner] [--json]
+    [--tokens 100] [--rounds 5] [--dummy] [--undrafted] [--first-runner] [--json]
 
 Engines in processes of their own take turns with the same requests, greedily: *plain*, a stock `AsyncLLM`, and *own*,
 Tracewire's engine without the bus, both with drafts; and with `--undrafted` *undrafted*, a stock `AsyncLLM` without.
@@ -38,7 +38,13 @@ def drafting(options: argparse.Namespace) -> dict[str, Any]:
 
 def started(options: argparse.Namespace, folder: Path) -> dict[str, Role]:
     """The engines, by name."""
-    engine = {"max_num_seqs": options.concurrency, "max_model_len": 2048, "kv_cache_memory_bytes": options.kv_bytes}
+    engine: dict[str, Any] = {
+        "max_num_seqs": options.concurrency,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": options.kv_bytes,
+    }
+    if options.dummy:
+        engine |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
     common: dict[str, Any] = {"model": options.model, "engine": engine, "taps": [], "eager": True}
     common["first_runner"] = options.first_runner
     drafted = {**common, "engine": {**engine, "speculative_config": drafting(options)}}
@@ -102,6 +108,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=at_least(1), default=32, help="how many tokens each prompt has")
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--kv-bytes", type=at_least(1), default=256 << 20, help="the KV cache of each engine")
+    parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--undrafted", action="store_true", help="a stock engine without drafts, too")
     parser.add_argument("--first-runner", action="store_true", help="the stock engines use vLLM's first model runner")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
         [--ways block declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
-        [--adapters N] [--subscribers N] [--blocks host]
+        [--adapters N] [--subscribers N] [--blocks host] [--model-runner second]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
@@ -268,7 +268,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.dummy:
         setup["engine"] |= {"load_format": "dummy", "gpu_memory_utilization": 0.1}
     setup["arguments"] = [] if options.adapters is None else ["--adapters", str(options.adapters)]
-    setup["arguments"] += ["--blocks", options.blocks]
+    setup["arguments"] += ["--blocks", options.blocks, "--model-runner", options.model_runner]
     if options.bulk is not None:
         # The engine's budget of files holds a round of 256 requests at all layers.
         setup["arguments"] += ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
@@ -342,6 +342,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "rounds": options.rounds,
         "adapters": options.adapters,
         "blocks": options.blocks,
+        "model_runner": options.model_runner,
         "subscribers": options.subscribers,
         "cells": cells,
         "raw": [{"bytes": size, "mb_s": round(median(found), 1)} for size, found in raw.items()],
@@ -373,6 +374,12 @@ def main() -> None:
     )
     parser.add_argument("--adapters", type=at_least(1), help="as of `tracewire engine`")
     parser.add_argument("--blocks", choices=("inline", "host"), default="inline", help="as of `tracewire engine`")
+    parser.add_argument(
+        "--model-runner",
+        choices=("first", "second"),
+        default="first",
+        help="as of `tracewire engine`; plain vLLM chooses",
+    )
     parser.add_argument("--subscribers", type=at_least(1), default=1, help="how many processes submit and follow")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--at-once", action="store_true", help="start both engines together, with cores enough")

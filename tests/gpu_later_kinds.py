@@ -78,7 +78,8 @@ def kinds(width: int, layer: int) -> dict[str, list[Any]]:
 
 async def on(options: Any, taps: list[str], look: Any) -> Any:
     """What `look(client, model)` finds on an engine with these taps."""
-    given: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 256, "gpu_memory_utilization": 0.5}
+    given: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 256, "gpu_memory_utilization": 0.1}
+    given["kv_cache_memory_bytes"] = 2 << 30
     given["model_runner"] = options.model_runner
     if options.model is not None:
         given["load_format"] = "dummy"

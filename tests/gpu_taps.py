@@ -213,7 +213,7 @@ async def harmed(options: Any, backend: str) -> dict[str, Any]:
 
 def engine_options(options: Any) -> dict[str, Any]:
     """vLLM's options of all engines."""
-    found: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.5}
+    found: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.1}
     found["model_runner"] = options.model_runner
     if options.dummy:
         found |= {"load_format": "dummy"}

@@ -94,7 +94,16 @@ class RequestOutput:
     lora_request: Any = None
 
 
+class BreakableCUDAGraphCapture:
+    """vLLM's capture of CUDA graphs. A host captures none."""
+
+    @classmethod
+    def current(cls) -> None:
+        """There is no capture under way."""
+
+
 _REAL: dict[str, dict[str, Any]] = {
+    "vllm.compilation.breakable_cudagraph": {"BreakableCUDAGraphCapture": BreakableCUDAGraphCapture},
     "vllm.logprobs": {"Logprob": Logprob},
     "vllm.outputs": {"CompletionOutput": CompletionOutput, "RequestOutput": RequestOutput},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -25,14 +26,16 @@ def drawn(screen: TopScreen) -> str:
 
 async def test_the_keys(client: Client, engine: Callable[..., Any]) -> None:
     live = {"alpha": 0.0, "flag": False, "word": "code", "count": 3}
-    async with engine(steered_story), anyio.create_task_group() as group:
+    async with engine(steered_story), anyio.create_task_group() as group, AsyncExitStack() as stack:
         fleet = Fleet(client, group)
         screen = TopScreen(client, fleet, "redis://here")
         assert await screen.press("enter")
         assert "No engines" in drawn(screen)
-        async with client.trace("tiny", "x", live=live) as older, client.trace("tiny", "y", live=live) as newer:
-            for trace in (older, newer):
-                await anext(trace)
+        # The list has milliseconds: the first trace generates before the second one is submitted.
+        async with client.trace("tiny", "x", live=live) as older:
+            await anext(older)
+            newer = await stack.enter_async_context(client.trace("tiny", "y", live=live))
+            await anext(newer)
             await fleet.look()
             assert f"> {older.id[:12]}" in drawn(screen)
             await screen.press("down")

@@ -31,7 +31,7 @@ from tracewire_engine.protocol.block_host import (
     Turn,
 )
 from tracewire_engine.protocol.keys import BLOCK_ARG
-from tracewire_engine.worker.blocks import save_marks
+from tracewire_engine.worker.blocks import save_marks, time_limit
 
 ID, WHERE = "r-00000000", "model.model.layers.0.output"
 _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
@@ -57,6 +57,9 @@ class Hosted:
             self._driver.run()
         except BaseException as error:
             self.error = error
+        finally:
+            # A host's process ends here. This one runs other tests.
+            time_limit.limit_together(None)
 
     def turn(self, *events: Any, waits: bool = True) -> Reply | Request | None:
         self.calls.send(msgspec.msgpack.encode(Turn(list(events), waits)))

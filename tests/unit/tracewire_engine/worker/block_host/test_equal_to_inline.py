@@ -17,6 +17,7 @@ from tracewire_engine.block_host.session import Session
 from tracewire_engine.block_host.stand_ins import tree_of
 from tracewire_engine.protocol.block_host import Arrived, Began, Finished
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.block_host.pool import HostPool
 from tracewire_engine.worker.blocks import save_marks
 
 STEPS = 4
@@ -147,6 +148,20 @@ def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
         assert (name, ended(found[name])) == (name, ended(inline[name]))
         assert (name, plain(found[name].saves)) == (name, plain(inline[name].saves))
     assert sum(one.finish is not None and one.finish.error is not None for one in found.values()) >= 3
+
+
+def test_taps_serve_blocks_as_all_locations_do(hosted: HostedModel) -> None:
+    """An engine with CUDA graphs serves the locations that the operator named, and those behind the layers."""
+    taps = ["model.model.layers.0.output", "model.model.layers.1.output"]
+    tapped = HostedModel(pool=HostPool(settings_of(Model(3), taps=taps)))
+    blocks = {name: BLOCKS[name] for name in ("reads", "writes", "assigns", "logits", "samples")}
+    found, sampled = run(tapped, blocks)
+    expected, drawn = run(hosted, blocks)
+    tapped.close()
+    assert sampled == drawn
+    for name in blocks:
+        assert (name, ended(found[name])) == (name, ended(expected[name]))
+        assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
 
 
 @pytest.mark.parametrize(
