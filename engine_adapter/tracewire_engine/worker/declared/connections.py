@@ -60,6 +60,8 @@ def _entries(group: Group) -> list[tuple[int, int, When | None]]:
     for number, member in enumerate(group.members):
         declaration, probe = member.declaration, member.op.one
         assert isinstance(probe, Probe)
+        if not declaration.slots and not declaration.controls:
+            continue
         for place, op in enumerate(declaration.ops):
             when = op.one.when
             if when is not None and when.probe == probe.name and place in declaration.slots:
