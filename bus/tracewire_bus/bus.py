@@ -98,7 +98,7 @@ class OpenOptions(TypedDict, total=False):
     prefix: str
     retention_s: float
     patience_s: float
-    read_interval_s: float
+    read_interval_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +110,14 @@ class BusOptions:
         retention_s: how long Redis keeps a trace that this bus ends, unless an engine of the trace's model has set
             another time.
         patience_s: how long a command waits while Redis does not answer, before it raises `BusUnavailable`.
-        read_interval_s: the least time between two reads of the traces' events.
+        read_interval_s: the least time between two reads of the traces' events; None for one that grows with the number
+            of traces (`reader.py`).
     """
 
     prefix: str = "tw"
     retention_s: float = 3600.0
     patience_s: float = 20.0
-    read_interval_s: float = 0.0
+    read_interval_s: float | None = 0.0
 
 
 class Bus:

@@ -48,6 +48,10 @@ _BLOCK_S: Final = 5.0
 #: The same on a cluster, where a waiting read does not see entries of a slot that moves to another node.
 _BLOCK_SLOT_S: Final = 1.0
 
+#: Of an interval that grows with the number of streams: what each stream adds, and the longest one; in seconds.
+_STREAM_INTERVAL_S: Final = 0.0005
+_LONGEST_INTERVAL_S: Final = 0.04
+
 
 class _Stream:
     """The reader's position in one stream, and weak references to its subscriptions."""
@@ -87,10 +91,11 @@ class Reader:
     connection. If Redis does not allow that command, the reader reconnects.
 
     On a cluster, `near` is a key, and all streams of this reader share its slot. The reader waits `interval_s` seconds
-    from the end of one read to the next, so that a read finds the entries of several steps.
+    from the end of one read to the next, so that a read finds the entries of several steps. With `None` it waits the
+    longer, the more streams there are: a read costs most where few of many streams have an entry.
     """
 
-    def __init__(self, connections: Connections, near: str = "", *, interval_s: float = 0.0) -> None:
+    def __init__(self, connections: Connections, near: str = "", *, interval_s: float | None = 0.0) -> None:
         self._connections = connections
         self._interval_s = interval_s
         self._link = connections.link(near)
@@ -193,9 +198,15 @@ class Reader:
                     name = key.decode()
                     self._deliver(name, asked[name], parse_entries(entries))
                 # Lets consumers handle these entries before the next read.
-                await (anyio.sleep(self._interval_s) if self._interval_s else checkpoint())
+                interval = self._interval()
+                await (anyio.sleep(interval) if interval else checkpoint())
             except Exception as error:
                 await self._failed(error, backoff)
+
+    def _interval(self) -> float:
+        if self._interval_s is not None:
+            return self._interval_s
+        return min(_LONGEST_INTERVAL_S, len(self._streams) * _STREAM_INTERVAL_S)
 
     async def _check(self) -> None:
         """Detach the subscriptions whose traces have expired. Each finds that out when it pulls."""
@@ -315,7 +326,7 @@ class Reader:
 class SlotReaders:
     """The readers of a cluster: one for each slot with a subscription."""
 
-    def __init__(self, connections: Connections, *, interval_s: float = 0.0) -> None:
+    def __init__(self, connections: Connections, *, interval_s: float | None = 0.0) -> None:
         self._connections = connections
         self._interval_s = interval_s
         self._readers: dict[int | None, Reader] = {}

@@ -984,7 +984,7 @@ class Client(BlockingClient):
 
     The client reads the events of all its traces together, as soon as there are any. With a `read_interval`, of one
     second at most, it reads that long after its last read. It then takes less of a core, and events come later by up
-    to the interval.
+    to the interval. With `None` the interval is half a millisecond for each trace that is followed, 40 ms at most.
 
     An argument of the wrong type raises a `TypeError`, or, in a submission, a `TraceRejected` with its field. A method
     that asks Redis raises `BusUnavailable` if Redis does not answer within `retry_timeout`, `BusRefused` if Redis

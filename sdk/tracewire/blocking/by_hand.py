@@ -33,7 +33,7 @@ class BlockingClient(Bridge[AsyncClient]):
         name: str | None = None,
         lease_ttl: Duration = 10.0,
         retry_timeout: Duration | None = 20.0,
-        read_interval: Duration = 0.0,
+        read_interval: Duration | None = 0.0,
         **keys: Unpack[KeyOptions],
     ) -> None:
         made = AsyncClient(

@@ -24,7 +24,7 @@ class Settings:
         lease_ttl_s: how long after the gateway's death the engines cancel its attached traces.
         patience_s: how long a request waits for Redis.
         read_interval_s: the least time between two reads of events from Redis. What a stream has by then leaves as one
-            write.
+            write. None: half a millisecond for each stream, 40 ms at most.
         accept_s: how long a stream waits for an engine before the gateway sends the status 200.
         keep_alive_s: how often a silent stream sends a comment.
         stall_s: how long a client may leave a stream unread before the gateway disconnects it.
@@ -44,7 +44,7 @@ class Settings:
     cors: tuple[str, ...] = ()
     lease_ttl_s: float = 10.0
     patience_s: float = 10.0
-    read_interval_s: float = 0.0
+    read_interval_s: float | None = None
     accept_s: float = 10.0
     keep_alive_s: float = 15.0
     stall_s: float = 60.0

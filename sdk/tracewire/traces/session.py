@@ -57,7 +57,7 @@ class Session:
         prefix: str,
         lease_ttl: float,
         retry_timeout: float,
-        read_interval: float,
+        read_interval: float | None,
         proofs: Proofs,
     ) -> None:
         self.url = url

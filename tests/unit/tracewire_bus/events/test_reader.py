@@ -100,18 +100,30 @@ async def test_new_traces_are_read_without_a_look_at_each(bus: Bus) -> None:
     assert found[count] == found[30]
 
 
-@pytest.mark.parametrize(("interval_s", "fewer"), [(0.0, False), (0.3, True)])
+@pytest.mark.parametrize(("interval_s", "beside", "fewer"), [(0.0, 0, False), (0.3, 0, True), (None, 99, True)])
 async def test_a_reader_with_an_interval_reads_seldom(
-    embedded: str, prefix: str, interval_s: float, fewer: bool
+    embedded: str, prefix: str, interval_s: float | None, beside: int, fewer: bool
 ) -> None:
+    """Without a number, the interval grows with the streams that are followed: `beside` this one."""
     count = 300
     async with Bus.open(embedded, prefix=prefix, read_interval_s=interval_s) as bus, Bus.open(embedded) as other:
         found: list[Entry] = []
 
         async def follow() -> None:
             found.extend(await rest(bus.read("t", "start")))
+            group.cancel_scope.cancel()
+
+        async def wait_beside(number: int, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+            """Follow a stream that has one entry, and no end."""
+            subscription = bus.read(f"beside{number}", "start")
+            await anext(subscription)
+            task_status.started()
+            await anext(subscription)
 
         async with bus.writer() as writer, anyio.create_task_group() as group:
+            for number in range(beside):
+                await writer.append(f"beside{number}", 1, 0, b"0")
+                await group.start(wait_beside, number)
             group.start_soon(follow)
             await until_blocked(other)
             before = await calls_of_xread(other)
