@@ -142,7 +142,7 @@ class Driver:
     def __init__(
         self, settings: HostSettings, calls: HostChannel, reports: HostChannel, given: RowMemory, returned: RowMemory
     ) -> None:
-        self._settings, self._mark = settings, 0
+        self._settings = settings
         self._calls, self._given, self._returned = calls, given, returned
         self._link = _Link(reports)
         self._reports = reports
@@ -181,7 +181,7 @@ class Driver:
                 session = self._session
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
                 self._say(reply)
-            self._link.flush(turns, self._mark, replied=turn.waits)
+            self._link.flush(turns, turn.mark, replied=turn.waits)
 
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:
@@ -197,7 +197,6 @@ class Driver:
         elif isinstance(event, Ended):
             self._count(event.passed)
             session.end()
-            self._mark = event.mark
         elif isinstance(event, Began):
             session.begin(event)
         elif isinstance(event, Finished):

@@ -22,7 +22,7 @@ __all__ = ["OPAQUE", "CopiedRows", "RowBytes", "RowMemory", "SharedValueError", 
 _ALIGNED = 64
 
 #: How much of the memory is used in turns before it begins anew, unless one value needs more.
-_TURN = 8 << 20
+_TURN = 32 << 20
 
 #: The kinds of a skeleton's nodes. All but plain values are lists that begin with one of these.
 _TENSOR, _TUPLE, _LIST, _DICT, _OTHER = range(5)
@@ -129,7 +129,7 @@ class RowMemory(RowBytes):
         if self.taken == self.returned:
             self._next = 0
         held = self.taken - self.returned
-        start, turn = self._next, max(_TURN, min(self.size, 2 * size))
+        start, turn = self._next, min(self.size, max(_TURN, 2 * size))
         skipped = 0
         if start + size > turn and start:
             # What is left of this turn counts as taken, and is returned with the bytes behind it.

@@ -107,10 +107,9 @@ class Reached(msgspec.Struct, array_like=True, tag="reached"):
 
 
 class Ended(msgspec.Struct, array_like=True, tag="ended"):
-    """A step of the model has ended. The host reports it. `mark` counts the bytes that the worker has shared so far."""
+    """A step of the model has ended. The host reports it."""
 
     passed: bytes = b""
-    mark: int = 0
 
 
 class Finished(msgspec.Struct, array_like=True, tag="finished"):
@@ -142,11 +141,16 @@ Event: TypeAlias = Began | Reached | Ended | Finished | Steered | Generated
 
 
 class Turn(msgspec.Struct, array_like=True):
-    """Events, for one host. `names` are names of locations that the host has not been told before."""
+    """Events, for one host.
+
+    `names` are names of locations that the host has not been told before. `mark` counts the bytes that the worker has
+    shared so far. A step whose rows take more memory than the worker and the host share has several turns.
+    """
 
     events: list[Event]
     waits: bool = False
     names: list[str] = []
+    mark: int = 0
 
 
 class Wait(NamedTuple):
@@ -201,7 +205,7 @@ class Reported(msgspec.Struct, array_like=True, tag="reported"):
     """A host's report: the new saves of a step and the ends of requests.
 
     It follows each turn that is not replied to, and each turn of which there is something to report. `turns` says how
-    many turns the host has taken, and `mark` is that of the last `Ended` among them.
+    many turns the host has taken, and `mark` is that of the last of them.
     """
 
     steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)] = []

@@ -228,7 +228,12 @@ class BlockHost:
     def end(self, passed: Any) -> None:
         """End the step."""
         self.shared = None
-        self._events.append(Ended(passed[self._passed :].tobytes(), self.process.given.taken))
+        self._events.append(Ended(passed[self._passed :].tobytes()))
+
+    @property
+    def untold(self) -> bool:
+        """Whether there are events that no turn has."""
+        return bool(self._events)
 
     def tell(self, event: Event) -> None:
         """Add an event to the next turn."""
@@ -247,7 +252,7 @@ class BlockHost:
         Raises:
             ChannelClosed: the host is gone.
         """
-        turn = Turn(self._events, waits, names[self._names :])
+        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
         self._events, self._names = [], len(names)
         if self.turns == self.taken:
             self.owes_since = time.monotonic()

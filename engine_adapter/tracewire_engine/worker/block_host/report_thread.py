@@ -1,8 +1,10 @@
 """Passes on what hosts report, on a thread, so that the model waits for no report.
 
-The thread sends the adapter the saves of each step as they come. If a host has ended, the thread first passes on all
-that the host has still reported, and then ends the requests of its traces with the error. The thread also closes hosts:
-those of one trace with their trace, and shared ones when they have had no trace for a while.
+The thread sends the adapter the saves of each step as they come. The hosts of a step report within less than a
+millisecond, and each message that leaves costs the model's thread the interpreter for a moment. So the thread gathers
+what comes within `_GATHER_S` after a report, and sends it as one message. If a host has ended, the thread first passes
+on all that the host has still reported, and then ends the requests of its traces with the error. The thread also closes
+hosts: those of one trace with their trace, and shared ones when they have had no trace for a while.
 
 A host may be in the hands of a hostile block. So what it reports is checked before the adapter is told
 (`untrusted_reports.py`), and a host that reports what no host would is ended.
@@ -48,6 +50,9 @@ _NO_REPORT = (msgspec.DecodeError, RecursionError, UntrustedReport)
 #: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
 
+#: How long the thread waits for the reports of other hosts, each time and at most how many times, in seconds.
+_GATHER_S, _GATHERED = 0.0002, 3
+
 #: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
 IDLE_S, IDLE = 60.0, 8
 
@@ -76,6 +81,9 @@ class ReportThread:
         self._hosts: dict[int, BlockHost] = {}
         #: The names of the traces that have large arrays.
         self._large: set[str] = set()
+        #: What is sent next; and when hosts are looked at next.
+        self._unsent: list[Report] = []
+        self._look_at = 0.0
         #: Signals that a host has read more of its rows.
         self.returned = threading.Condition()
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
@@ -119,15 +127,32 @@ class ReportThread:
         name_thread("reports")
         self._link = self._connect()
         while True:
-            self._look()
-            for descriptor, events in self._poll.poll(_LOOK_MS if self._hosts else None):
-                try:
-                    if descriptor == self._wake:
-                        self._work()
-                    elif (host := self._hosts.get(descriptor)) is not None:
-                        self._read(host, events)
-                except Exception:  # it serves all traces
-                    logger.exception("a report of a host of blocks could not be passed on")
+            if time.monotonic() >= self._look_at:
+                self._look()
+                self._look_at = time.monotonic() + _LOOK_MS / 1000
+                self._send_gathered()
+            self._handle(self._poll.poll(_LOOK_MS if self._hosts else None))
+            for _ in range(_GATHERED):
+                if not self._unsent or not any(host.owes(0.0) for host in self._hosts.values()):
+                    break
+                time.sleep(_GATHER_S)
+                self._handle(self._poll.poll(0))
+            self._send_gathered()
+
+    def _handle(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, events in ready:
+            try:
+                if descriptor == self._wake:
+                    self._work()
+                elif (host := self._hosts.get(descriptor)) is not None:
+                    self._read(host, events)
+            except Exception:  # it serves all traces
+                logger.exception("a report of a host of blocks could not be passed on")
+
+    def _send_gathered(self) -> None:
+        reports, self._unsent = self._unsent, []
+        if reports:
+            self._link.send(*reports)
 
     def _look(self) -> None:
         """End hosts that are too slow, and those that have been without a trace for long, or the longest."""
@@ -238,7 +263,7 @@ class ReportThread:
 
     def _send(self, host: BlockHost, report: Report) -> None:
         if self._blobs is None or self._large.isdisjoint(host.traces):
-            self._link.send(report)
+            self._unsent.append(report)
             return
         # What belongs to a trace with large arrays follows them.
         lanes: dict[str, Report] = {}
@@ -249,9 +274,11 @@ class ReportThread:
                 getattr(lanes.setdefault(lane, Report(time=report.time)), kind).append(record)
         for lane, part in lanes.items():
             if lane:
+                # Behind what its trace reported before it had large arrays.
+                self._send_gathered()
                 self._blobs.relay((lane, 0), part)
             else:
-                self._link.send(part)
+                self._unsent.append(part)
 
     def _lose(self, host: BlockHost) -> None:
         if not host.lost:

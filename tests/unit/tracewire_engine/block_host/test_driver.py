@@ -61,8 +61,8 @@ class Hosted:
             # A host's process ends here. This one runs other tests.
             time_limit.limit_together(None)
 
-    def turn(self, *events: Any, waits: bool = True) -> Reply | Request | None:
-        self.calls.send(msgspec.msgpack.encode(Turn(list(events), waits)))
+    def turn(self, *events: Any, waits: bool = True, mark: int = 0) -> Reply | Request | None:
+        self.calls.send(msgspec.msgpack.encode(Turn(list(events), waits, [], mark)))
         return _said.decode(self.calls.receive(30)) if waits else None
 
     def reached(self, source: str, tensor: torch.Tensor) -> tuple[Began, Reached]:
@@ -104,7 +104,7 @@ def test_a_turn_is_answered_with_what_the_blocks_changed(hosted: Hosted) -> None
     assert hosted.returned.read(reply.edited[0][1])[:, 0].tolist() == [5, 0]
     assert hosted.error is None
     # A reply says as much as a report without saves would.
-    hosted.turn(Ended(b"", 640), waits=False)
+    hosted.turn(Ended(b""), waits=False, mark=640)
     report = hosted.reported()
     assert (report.turns, report.mark, len(report.steps)) == (2, 640, 1)
 

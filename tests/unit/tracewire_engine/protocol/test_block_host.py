@@ -30,7 +30,7 @@ from tracewire_engine.protocol.block_host import (
 @pytest.mark.parametrize(
     "event",
     [
-        *(Began([], [("a", 1, 0)]), Reached("x", Shared(1)), Ended(b"ab", 3)),
+        *(Began([], [("a", 1, 0)]), Reached("x", Shared(1)), Ended(b"ab")),
         *(Finished("a", 2), Steered(b"c"), Generated(b"d")),
     ],
 )

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
+from tracewire_engine.link import shared_rows
 
 READS = """
 hidden = [].save()
@@ -265,6 +266,30 @@ def test_a_memory_bomb_is_its_own_blocks_error(served: HostedModel, source: str,
     assert "can't allocate memory" in finish.error.message
     assert (finish.error.type, finish.error.line) == ("RuntimeError", line)
     assert len(found["reads"].saves["hidden"]) == 3
+
+
+def test_a_step_whose_rows_take_more_than_is_shared_has_several_turns(
+    served: HostedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a long prompt does whose block reads every layer, and a cache beside a block that waits."""
+    monkeypatch.setattr(shared_rows, "_TURN", 64 * 40)
+    every = "seen = [].save()\nfor step in tracer.iter[:]:\n"
+    every += "    seen.append([layer.output[0].clone() for layer in model.model.layers])\n"
+    caches = "cache = tracer.cache(modules=list(model.model.layers)).save()\nfor step in tracer.iter[:]:\n"
+    caches += "    model.logits[:, 3] = 9.0\n"
+    served.open("every", every)
+    served.open("caches", caches)
+    for index in range(3):
+        served.step({"every": 100 if not index else 1, "caches": 100 if not index else 1}, index)
+    for name in ("every", "caches"):
+        served.finish(name, 3)
+    served.wait("every", "caches")
+    for name in ("every", "caches"):
+        finish = served.outcomes[name].finish
+        assert finish is not None
+        assert finish.error is None
+    seen = served.outcomes["every"].saves["seen"]
+    assert [[rows.shape for rows in step] for step in seen] == [[(100, 4)] * 3, [(1, 4)] * 3, [(1, 4)] * 3]
 
 
 def test_samples_that_are_no_token_ids_do_not_reach_the_model(served: HostedModel) -> None:

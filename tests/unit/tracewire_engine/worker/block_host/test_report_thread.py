@@ -29,6 +29,7 @@ class Host:
         self.calls, self.reports, self.theirs = HostChannel(calls), HostChannel(reports), HostChannel(theirs)
         self.given = RowMemory.create(1 << 16)
         self.killed = self.closed = False
+        self.gone = threading.Event()
         self.large = 0
 
     def kill(self) -> None:
@@ -36,6 +37,7 @@ class Host:
 
     def close(self) -> None:
         self.closed = True
+        self.gone.set()
 
     def says(self, report: Any) -> None:
         self.theirs.send(msgspec.msgpack.encode(report))
@@ -166,6 +168,30 @@ def test_a_host_that_takes_no_turn_ends_its_requests() -> None:
     assert host.killed
 
 
+def test_what_several_hosts_report_of_a_step_leaves_as_one_message() -> None:
+    host, second, sent = Host(), Host(), Sent()
+    messages: list[int] = []
+    link: Any = sent
+
+    class Counting(Sent):
+        def send(self, *reports: Any) -> None:
+            messages.append(len(reports))
+            sent.send(*reports)
+
+    counting: Any = Counting()
+    thread = ReportThread(lambda: counting, link)
+    for one, name in ((host, "r"), (second, "s")):
+        process: Any = one
+        known = BlockHost(process, None)
+        # It owes a turn beside the one that it reports.
+        known.turns, known.taken = 2, 0
+        add(known, name, name)
+        one.says(Reported([StepRecord(name, 0, 0, NOTHING)], turns=1))
+        thread.watch(known)
+    assert {sent.next().steps[0].request for _ in range(2)} == {"r", "s"}
+    assert messages == [2]
+
+
 def test_large_arrays_and_all_that_follows_them_go_together() -> None:
     thread, known, host, sent = watched()
     host.says(Chunk("r", "ab" * 8, 0, b"data"))
@@ -211,16 +237,12 @@ def test_hosts_without_traces_are_ended_if_there_are_many_or_after_a_while(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(report_thread, limit, 0)
-    thread, known, host, sent = watched()
+    _, known, host, sent = watched()
     known.kind = "", True
     known.traces["t"].complete = True
     host.says(Reported([], [FinishRecord("r", 0, NOTHING)]))
     assert sent.next().finishes
-    # The thread looks for such hosts before it waits.
-    for _ in range(2):
-        settled = threading.Event()
-        thread.do(settled.set)
-        assert settled.wait(30)
+    assert host.gone.wait(30)
     assert host.closed
     assert not known.add(HostedTrace("late", known, 1))
 
