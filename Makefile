@@ -10,8 +10,8 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
 ARGS ?=
-# How many processes run tests at once, each a file at a time and with engines of its own; 0: this one does it all.
-WORKERS ?= 0
+# How many processes run the tests without an engine, each a file at a time; 0: this one does it all.
+WORKERS ?= 2
 
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
@@ -54,14 +54,22 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends with one JSON object
 	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)
 
+# An engine takes all cores, so the tests that start one follow the others, and run one after the other.
 test: $(READY)  ## all tests but those marked `full`
-	@$(BIN)/python -m pytest -q -m "not full" $(SPREAD) $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@failed=0; \
+	$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) || failed=1; \
+	$(BIN)/python -m pytest -q -m "not full and engine" || failed=1; \
+	exit $$failed
+else
+	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
+endif
 
 test-full: $(READY)  ## all tests
-	@$(BIN)/python -m pytest -q $(SPREAD) $(ARGS)
+	@$(BIN)/python -m pytest -q $(ARGS)
 
 test-hosts: $(READY)  ## the tests of blocks on an engine, with blocks in processes of their own (--blocks host)
-	@$(BIN)/python -m pytest -q -m "not full" --blocks host tests/e2e/tracing tests/e2e/steering tests/e2e/edits tests/e2e/scheduling $(SPREAD) $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not full" --blocks host tests/e2e/tracing tests/e2e/steering tests/e2e/edits tests/e2e/scheduling $(ARGS)
 
 test-engineless: $(READY)  ## the tests that start no engine
 	@$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) $(ARGS)

@@ -60,6 +60,9 @@ class Victims:
     async def start(self) -> None:
         await self.redis.start()
         await self.start_engine()
+        async with tracewire.connect(self.redis.url) as client:
+            # A harvest that has not begun waits for no engine.
+            await client.models.get("tiny", timeout=60)
         self.client = await start_client(self.redis.url, self.data, self.to)
 
     async def start_engine(self) -> None:

@@ -373,12 +373,13 @@ async def _run(
                     return 1
         except BusError as error:
             return _refuse(error)
-        if stranger := await _stranger(bus, info):
-            return _refuse(stranger)
         settings = adapter_settings(options, 0, options.adapters, spans_of(options, info, held))
         engine.permit = settings.code.permit
         _say(settings, options)
         adapter = Adapter(engine, info, bus, settings)
+        # Now `info` has what the settings say, too.
+        if stranger := await _stranger(bus, info):
+            return _refuse(stranger)
         api = await _http_api(engine, adapter, info, options)
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, adapter)
@@ -535,7 +536,8 @@ async def _stranger(bus: Bus, info: EngineInfo) -> str:
         logger.warning("could not find out which other engines serve %s: %s", info.model, error)
         return ""
     for other in engines:
-        if other.model != info.model or other.engine == info.engine or other.state in LEAVING_STATES:
+        own = other.engine == info.engine or other.engine.startswith(f"{info.engine}.")
+        if other.model != info.model or own or other.state in LEAVING_STATES:
             continue
         if why := disagreements(info, other):
             return (

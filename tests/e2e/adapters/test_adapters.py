@@ -109,6 +109,8 @@ async def test_an_engine_with_two_adapters(own_bus: str, tmp_path: Path) -> None
             engines = [one.engine for one in entries]
             assert engines == [engines[0], f"{engines[0]}.1"]
             assert [one.capacity for one in entries] == [8, 8]
+            # They are one engine, and say nothing of each other.
+            assert "serves demo too" not in engine.log.read_text()
             await check_spread(client, model, engines)
             await check_control(client, model, engines)
             await check_killed(client, bus, model, engine)

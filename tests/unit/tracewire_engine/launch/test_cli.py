@@ -122,6 +122,12 @@ async def test_an_engine_of_another_model_under_the_same_name_is_refused(
     # One that differs in less is told of.
     assert await _stranger(bus, engine_info("tiny", "ours", dtype="float32", modules=[ModuleInfo("", "M")])) == ""
     assert "differs in: dtype, module tree" in caplog.text
+    # The adapters of an engine are no strangers to each other.
+    caplog.clear()
+    await bus.registry.register(engine_info("tiny", "ours.1", dtype="float32"))
+    await bus.registry.register(msgspec.structs.replace(there, state="draining"))
+    assert await _stranger(bus, engine_info("tiny", "ours", dtype="bfloat16")) == ""
+    assert "differs in" not in caplog.text
     # One that leaves does not count.
     await bus.registry.register(msgspec.structs.replace(there, state="draining"))
     assert await _stranger(bus, ours) == ""
