@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -24,7 +24,7 @@ from typing import (
 
 import msgspec
 
-from tracewire_bus.wire.arrays import array_of, array_payload, encoded_array, raw_bytes
+from tracewire_bus.wire.arrays import array_of, array_payload, dtype_names, encoded_array, raw_bytes
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import (
@@ -297,10 +297,7 @@ def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
                 raise DeclarationError(f"{field}.{name}", str(error)) from None
     plain: Declared = msgspec.structs.replace(one, **changed) if changed else one
     try:
-        # The constructor of a msgspec struct checks neither types nor literals.
-        msgspec.convert(
-            {name: _without_arrays(getattr(plain, name)) for name in plain.__struct_fields__} | _tag(plain), Declared
-        )
+        _check_types(type(plain), tuple([_without_arrays(getattr(plain, name)) for name in plain.__struct_fields__]))
     except msgspec.ValidationError as error:
         named = re.search(r" - at `\$\.(\w+)", str(error))
         if named is None:
@@ -310,6 +307,39 @@ def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
         expected = _EXPECTED.get(name, _expected(hint)) if get_origin(hint) is not Literal else _expected(hint)
         raise DeclarationError(f"{field}.{name}", f"expected {expected}, got {getattr(one, name)!r}"[:200]) from None
     return plain
+
+
+#: The types of fields whose equal values are of equal types; and the longest text that is remembered.
+_SIMPLE: Final = frozenset({str, int, float, bool, type(None)})
+_LONGEST: Final = 200
+
+
+def _check_types(kind: type[Declared], values: tuple[Any, ...]) -> None:
+    """Check the types of an intervention's fields, since the constructor of a msgspec struct checks none.
+
+    A client submits the same interventions again and again, so those without nested values are checked once.
+
+    Raises:
+        msgspec.ValidationError: a field is of another type, or has a value that is none of its literals.
+    """
+    types = tuple([type(value) for value in values])
+    if _SIMPLE.issuperset(types) and all(type(value) is not str or len(value) <= _LONGEST for value in values):
+        _check_simple(kind, types, values)
+    else:
+        _convert(kind, values)
+
+
+@lru_cache(maxsize=4096)
+def _check_simple(kind: type[Declared], types: tuple[type, ...], values: tuple[Any, ...]) -> None:
+    """`_check_types` of values that can be compared. `1`, `1.0` and `True` are equal, so their `types` are compared."""
+    _convert(kind, values)
+
+
+def _convert(kind: type[Declared], values: tuple[Any, ...]) -> None:
+    config = kind.__struct_config__
+    msgspec.convert(
+        dict(zip(kind.__struct_fields__, values, strict=True)) | {str(config.tag_field): config.tag}, Declared
+    )
 
 
 def _integers(value: Any) -> Any:
@@ -325,7 +355,8 @@ def _integers(value: Any) -> Any:
 
 def _encoded(array: np.ndarray[Any, Any]) -> Any:
     """`wire(array)` for an array that `array_of` returned."""
-    return encoded_array(array_payload(array.dtype.name, array.shape, raw_bytes(array)))
+    name = dtype_names.get(array.dtype) or array.dtype.name
+    return encoded_array(array_payload(name, array.shape, raw_bytes(array)))
 
 
 _EXPECTED_TYPES: Final[dict[Any, str]] = {
@@ -350,11 +381,6 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, msgspec.msgpack.Ext):
         return None
     return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
-
-
-def _tag(one: Declared) -> dict[str, Any]:
-    config = one.__struct_config__
-    return {str(config.tag_field): config.tag}
 
 
 def _vector(value: Any, field: str) -> np.ndarray[Any, Any]:

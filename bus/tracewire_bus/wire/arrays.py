@@ -66,10 +66,12 @@ def array_of(value: Any, path: Path = ()) -> np.ndarray[Any, Any]:
     if type(value) is np.ndarray and value.dtype in dtype_names and value.flags.c_contiguous:
         return value
     array = np.asarray(value)
-    if array.dtype.name not in DTYPES or array.dtype.metadata:
+    name = array.dtype.name
+    if name not in DTYPES or array.dtype.metadata:
         raise Unsavable(path, f"an array of dtype {array.dtype} cannot travel; what can: {', '.join(sorted(DTYPES))}")
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))
+    dtype_names.setdefault(array.dtype, name)
     # `ascontiguousarray` would make a 0-d array 1-d.
     return np.require(array, requirements="C")
 

@@ -311,3 +311,13 @@ def test_what_has_been_found_to_fit_is_told_by_its_bytes(monkeypatch: pytest.Mon
     for number in range(5):
         assert look("residual(1)", float(number + 10), here) == 1
     assert len(here.fitting_interventions) <= 2
+
+
+def test_what_was_checked_before_vouches_for_no_value_of_another_type() -> None:
+    """The checks of types are remembered, and `True` equals `1`."""
+    for _ in range(2):
+        normalize([LogitLens("lens", "residual(1)", top_k=1)])
+        with pytest.raises(DeclarationError, match="expected an integer, got True"):
+            normalize([LogitLens("lens", "residual(1)", top_k=True)])
+        with pytest.raises(DeclarationError, match=r"expected an integer, got \[1\]"):
+            normalize([LogitLens("lens", "residual(1)", top_k=[1])])  # type: ignore[arg-type]
