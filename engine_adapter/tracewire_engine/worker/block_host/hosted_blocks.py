@@ -81,7 +81,7 @@ class HostedBlocks:
         step_s: float,
         others: RankLink | None = None,
     ) -> None:
-        self._model, self._accounts, self._reports = model, Accounts(paths), reports
+        self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
         self._hosts = TenantHosts(pool, reports)
         #: Waits until hosts can be started, so that the model waits for no start later.
         self.wait_ready = pool.wait_ready
@@ -293,14 +293,13 @@ class HostedBlocks:
 
     def reach(self, location: str, value: Any, *, by_request: bool = False) -> Any:
         """Serve a location to the blocks that want it. Returns the value as they leave it."""
-        number = self._number(location)
-        watching = self._watching.get(location, ())
+        number, watching = self._number(location), self._watching.get(location, ())
         told = self._others is not None and self._told.passes(location)
         if not watching and not told:
             self._passed.append(number)
             return value
         waiting = []
-        copies = LateCopies() if self._model.device.type == "cuda" else None
+        copies = LateCopies() if self._on_gpu else None
         for host in watching:
             waits = host.passes(location)
             if waits or location in host.observed:
@@ -365,8 +364,7 @@ class HostedBlocks:
                 host.reach(location, value, self._passed, by_request=by_request, copies=copies)
                 return
             except NoRoom:
-                if host.untold:
-                    # The rows of this step take more than is shared: the host reads some of them now.
+                if host.untold:  # the rows of this step take more than is shared
                     self._send(host)
                     continue
                 left = _patience_s(host, self._left_s, self._step_s) - (time.monotonic() - began)
@@ -376,9 +374,8 @@ class HostedBlocks:
                     with self._reports.returned:
                         self._reports.returned.wait(min(left, 0.05))
             except Exception as error:  # it costs the host, not the engine
-                self._fail(
-                    host, lost(f"{location} cannot be shared: {type(error).__name__}: {error}", len(host.traces))
-                )
+                why = f"{location} cannot be shared: {type(error).__name__}: {error}"
+                self._fail(host, lost(why, len(host.traces)))
         spent = time.monotonic() - began
         self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
 
