@@ -68,15 +68,17 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
     from tracewire_engine.link.host_channel import HostChannel
     from tracewire_engine.link.shared_rows import RowMemory
     from tracewire_engine.protocol.block_host import Broken, HostSettings, Ready
+    from tracewire_engine.worker.blocks import time_limit
 
     code = 1
     reports: HostChannel | None = None
     try:
         assert isinstance(settings, HostSettings)
-        calls_at, reports_at, *shared = _moved(descriptors)
+        calls_at, reports_at, *shared, place_at = _moved(descriptors)
         given, returned = [RowMemory(one, os.fstat(one).st_size) for one in shared]
         reports = HostChannel(socket.socket(fileno=reports_at))
         start(settings)
+        time_limit.note_places(place_at)
         driver = Driver(settings, HostChannel(socket.socket(fileno=calls_at)), reports, given, returned)
         missing = confinement.confine(settings.readable, memory=settings.memory)
         reports.send(msgspec.msgpack.encode(Ready(missing)))

@@ -32,6 +32,9 @@ __all__ = ["eligible", "run_fuzz"]
 
 _BATCH, _TOKENS, _PATIENCE_S = 8, 16, 60.0
 
+#: How often a batch is tried in which a block was late: a machine that is too busy makes it so, now and then.
+_TRIES = 3
+
 #: How long a step waits for blocks of hosts, in milliseconds: pauses are not measured here, and a machine may be busy.
 _STEP_MS = 2000
 
@@ -70,32 +73,59 @@ def _came_to(seen: Seen) -> tuple[Any, ...]:
     return (*seen.outcome(), None if error is None else (error.type, error.line))
 
 
+def _end(seen: Seen) -> str:
+    error = seen.error
+    return seen.status + ("" if error is None else f", {error.type} at line {error.line}: {error.message}")
+
+
 async def run_fuzz(running: Trial, mode: str, blocks: int, seed: int) -> dict[str, Any]:
     """Run `blocks` generated blocks. Returns what the command prints."""
     kinds, harmed, hostile, restarted = eligible(mode), [], 0, 0
     for first in range(seed, seed + blocks, _BATCH):
         drawn = [generate(number, kinds) for number in range(first, min(first + _BATCH, seed + blocks))]
-        bad = {at for at, one in enumerate(drawn) if one.kind}
-        hostile += len(bad)
-        before = running.engine.model_processes()
-        seen, ended = await _run(running, f"fuzz-{first}", dict(enumerate(drawn)))
-        if running.engine.model_processes() != before or not ended:
-            restarted += 1
-            harmed.append(first)
-            await running.again()
-            continue
-        if not bad:
-            harmed += [drawn[at].seed for at, one in seen.items() if one.broken or not one.status]
-            continue
-        control, _ = await _run(
-            running, f"control-{first}", {at: None if at in bad else one for at, one in enumerate(drawn)}
-        )
-        for at in seen.keys() - bad:
-            if _came_to(seen[at]) != _came_to(control[at]):
-                harmed.append(drawn[at].seed)
-                names = [drawn[other].kind for other in sorted(bad)]
-                print(f"seed {drawn[at].seed} of batch {first} beside {names}: {_came_to(seen[at])[0]}", flush=True)
+        hostile += sum(bool(one.kind) for one in drawn)
+        for attempt in range(_TRIES):
+            before = running.engine.model_processes()
+            seen, ended = await _run(running, f"fuzz-{first}-{attempt}", dict(enumerate(drawn)))
+            if running.engine.model_processes() != before or not ended:
+                print(f"batch {first}: {'it did not end' if not ended else 'the engine has ended'}", flush=True)
+                restarted += 1
+                harmed.append(first)
+                await running.again()
+                break
+            found, late = await _differing(running, f"control-{first}-{attempt}", drawn, seen)
+            if not late:
+                harmed += found
+                break
+        else:
+            harmed += found
     return {"blocks": blocks, "seed": seed, "hostile": hostile, "harmed": harmed, "restarted": restarted}
+
+
+async def _differing(
+    running: Trial, label: str, drawn: list[Generated], seen: dict[int, Seen]
+) -> tuple[list[int], bool]:
+    """The seeds of blocks that came to something else than without the hostile ones, and whether one was only late."""
+    bad = {at for at, one in enumerate(drawn) if one.kind}
+    if not bad:
+        odd = [drawn[at].seed for at, one in seen.items() if one.broken or not one.status]
+        return odd, any(map(_is_late, seen.values()))
+    control, _ = await _run(running, label, {at: None if at in bad else one for at, one in enumerate(drawn)})
+    found, late = [], False
+    for at in seen.keys() - bad:
+        if _came_to(seen[at]) != _came_to(control[at]):
+            found.append(drawn[at].seed)
+            late = late or _is_late(seen[at]) or _is_late(control[at])
+            names = [drawn[other].kind for other in sorted(bad)]
+            print(f"seed {drawn[at].seed} beside {names}: {_end(seen[at])}", flush=True)
+            print(f"  without them: {_end(control[at])}", flush=True)
+    return found, late
+
+
+def _is_late(seen: Seen) -> bool:
+    """Whether a block was ended for the time that it, or one that shares its host, took. No drawn block takes long."""
+    error = seen.error
+    return error is not None and (error.type == "BlockTimeout" or " ran for " in error.message)
 
 
 async def _run(running: Trial, label: str, blocks: dict[int, Generated | None]) -> tuple[dict[int, Seen], bool]:

@@ -26,17 +26,24 @@ def send(message, to=4):
             pass
 """
 
-#: Finds the host's own part that asks the worker, and the name of the block's request.
-_ASK = """
+#: Finds the host's own part that asks the worker.
+_DRIVER = """
 import gc
 import msgspec
 from tracewire_engine.block_host.driver import Driver
 from tracewire_engine.protocol.block_host import Request, Shape, Shared
 def driver():
     return next(one for one in gc.get_objects() if isinstance(one, Driver))
-def ask(path, attribute="", value=None):
-    return driver()._ask(Request(path, attribute, value))
 """
+
+#: Asks the worker. The error of a request names this line of the block, the innermost one.
+_ASK = (
+    _DRIVER
+    + """
+def ask(path, attribute="", value=None):
+    return driver()._ask(Request(path, attribute, value)) #!
+"""
+)
 
 
 def _sends(name: str, code: str, *, meets: Meets = "error", error: str = "BlockHostLost|BlockTimeout") -> Kind:
@@ -44,8 +51,8 @@ def _sends(name: str, code: str, *, meets: Meets = "error", error: str = "BlockH
     return Kind(name, source, meets=meets, error=error if meets == "error" else "", inline=False)
 
 
-def _asks(name: str, code: str, *, meets: Meets = "error", error: str = "") -> Kind:
-    return Kind(name, once(code, before=_ASK), meets=meets, error=error, inline=False)
+def _asks(name: str, code: str, error: str) -> Kind:
+    return Kind(name, once(code, before=_ASK), error=error, inline=False)
 
 
 def _named(code: str) -> str:
@@ -70,7 +77,7 @@ HOST_KINDS = [
     ),
     Kind(
         "layer-called-on-many-rows",
-        once("import torch\nmodel.model.layers[2].mlp(torch.ones(500_000, 256)) #!"),
+        once("import torch\nmodel.model.layers[2].mlp(torch.ones(20_000, 256)) #!"),
         error="ValueError",
         inline=False,
     ),
@@ -86,28 +93,47 @@ HOST_KINDS = [
         error="ValueError",
         inline=False,
     ),
+    # Of matrices that are packed for a CPU: their kernel takes the rows to be as wide, and of the same kind of number.
+    *(
+        Kind(name, once(f"import torch\n{call} #!"), error="ValueError", inline=False)
+        for name, call in (
+            ("head-called-on-wide-rows", "model.logits_processor(model.lm_head, torch.ones(64, 512, dtype=h.dtype))"),
+            ("head-called-on-narrow-rows", "model.logits_processor(model.lm_head, torch.ones(64, 128, dtype=h.dtype))"),
+            ("mlp-called-on-other-numbers", "model.model.layers[2].mlp(torch.ones(64, 256, dtype=torch.float32))"),
+        )
+    ),
     # Requests that no host makes.
-    _asks("path-of-globals", "ask('model.get.__func__.__globals__.clear', '', Shared([1, [1], [3]], [])) #!"),
-    _asks("path-of-tokenizer", "ask('model.tokenizer.save_pretrained', '', Shared([1, [1, '/tmp/x'], [3]], [])) #!"),
-    _asks("attribute-of-classes", "ask('model.model.norm', '__class__') #!"),
+    _asks(
+        "path-of-globals", "ask('model.get.__func__.__globals__.clear', '', Shared([1, [1], [3]], []))", "LookupError"
+    ),
+    _asks(
+        "path-of-tokenizer", "ask('model.tokenizer.save_pretrained', '', Shared([1, [1, 'x'], [3]], []))", "LookupError"
+    ),
+    _asks("attribute-of-classes", "ask('model.model.norm', '__class__')", "AttributeError"),
     _asks(
         "one-tensor-many-times",
         """
         shape = Shape("float32", (1 << 16, 1 << 10), 0)
-        ask("model.model.norm", "", Shared([1, [1, *[[0, i] for i in range(500)]], [3]], [shape] * 500)) #!
+        ask("model.model.norm", "", Shared([1, [1, *[[0, i] for i in range(500)]], [3]], [shape] * 500))
         """,
+        "RuntimeError",
     ),
     _asks(
         "tensor-outside-the-memory",
-        "ask('model.model.norm', '', Shared([1, [1, [0, 0]], [3]], [('float32', (1, 256), 1 << 60)])) #!",
+        "ask('model.model.norm', '', Shared([1, [1, [0, 0]], [3]], [('float32', (1, 256), 1 << 60)]))",
+        "RuntimeError",
     ),
-    _asks(
+    Kind(
         "requests-without-end",
-        """
-        request = msgspec.msgpack.encode(Request("model.lm_head", "weight"))
-        while True: driver()._calls.send(request)
-        """,
+        once(
+            """
+            request = msgspec.msgpack.encode(Request("model.lm_head", "weight"))
+            while True: driver()._calls.send(request)
+            """,
+            before=_DRIVER,
+        ),
         error="BlockHostLost|BlockTimeout|ChannelClosed",
+        inline=False,
     ),
     # Messages that are no messages.
     _sends("no-message-to-the-model", "send(b'\\xc1' * 100, 3)"),
@@ -171,16 +197,20 @@ HOST_KINDS = [
         inline=False,
     ),
     # Shared memory that the worker reads, written to all the time.
-    _asks(
+    Kind(
         "memory-written-all-the-time",
-        """
-        import threading
-        memory = driver()._returned
-        def write():
-            while True: memory._bytes.fill_(255)
-        threading.Thread(target=write, daemon=True).start()
-        model.model.layers[2].output = (h * 1.001, o[1])
-        """,
+        once(
+            """
+            import threading
+            memory = driver()._returned
+            def write():
+                while True: memory._bytes.fill_(255)
+            threading.Thread(target=write, daemon=True).start()
+            model.model.layers[2].output = (h * 1.001, o[1])
+            """,
+            before=_DRIVER,
+        ),
         meets="ends",
+        inline=False,
     ),
 ]

@@ -7,7 +7,6 @@ without attention, or has operations inside them served: attention reads and wri
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -24,13 +23,14 @@ from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, 
 from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
 from tracewire_engine.worker.parallel.rank_agreement import is_parallel
 
+from .call_checks import check_inputs, checked_widths
 from .pool import HostProcess
 from .rank_link import Called, RankLink
 
 if TYPE_CHECKING:
     from tracewire_engine.worker.remote_inputs import RemoteInputs
 
-__all__ = ["ModelAnswers", "check_inputs"]
+__all__ = ["ModelAnswers"]
 
 #: How many rows all tensors of a call may have together, unless the engine has another limit.
 MOST_ROWS = 8192
@@ -135,8 +135,15 @@ class ModelAnswers:
 
     def _call(self, envoy: Any, value: Shared, tensors: Sequence[torch.Tensor]) -> Any:
         device = self._model.device
-        args, kwargs = unpack_value(value, lambda place, _: tensors[place].to(device), self._module)
-        return envoy(*args, **kwargs)
+        called = [envoy]
+
+        def module(given: Any) -> Any:
+            called.append(self._module(given))
+            return called[-1]
+
+        args, kwargs = unpack_value(value, lambda place, _: tensors[place].to(device), module)
+        with checked_widths(chain.from_iterable(one._module.modules() for one in called)):
+            return envoy(*args, **kwargs)
 
     def _envoy(self, path: str) -> Any:
         inner = path.removeprefix("model").removeprefix(".")
@@ -171,42 +178,3 @@ class ModelAnswers:
             return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
         return pack_value(value, write, described)
-
-
-def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_rows: int) -> None:
-    """Check the tensors with which a block calls a module: kernels of the engine read what lies behind short ones.
-
-    A row is a vector along the last axis, and an index of a tensor of integers.
-
-    Raises:
-        ValueError: they have too many rows, different numbers of rows, indices of no row of the module's weights and
-            buffers, or a norm's have another width or kind of number than its weight.
-    """
-    rows = [one.numel() if _counts(one) else math.prod(one.shape[:-1]) for one in tensors]
-    if sum(rows) > most_rows:
-        raise ValueError(
-            f"a call of a module takes tensors of {most_rows} rows together, and these have {sum(rows)}: every request "
-            "waits for it; call it for fewer rows at once"
-        )
-    if len(set(rows)) > 1:
-        raise ValueError(f"the tensors of a call have {' and '.join(map(str, rows))} rows; give them as many each")
-    weights = list(module.parameters())
-    tables = [one.shape[0] for one in (*weights, *module.buffers()) if one.ndim]
-    most = min(tables, default=0)
-    widths = {(one.shape[-1], one.dtype) for one in weights if one.ndim == 1}
-    for tensor in tensors:
-        if _counts(tensor):
-            if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
-                raise ValueError(f"indices from {int(tensor.min())} to {int(tensor.max())} of a table of {most} rows")
-        elif weights and len(widths) == 1 and all(one.ndim == 1 for one in weights):
-            ((width, dtype),) = widths
-            if (tuple(tensor.shape[-1:]), tensor.dtype) != ((width,), dtype):
-                raise ValueError(
-                    f"{type(module).__name__} takes rows of {width} numbers of {dtype}, and these are of "
-                    f"{tuple(tensor.shape[-1:])} of {tensor.dtype}"
-                )
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has integers, which a module takes as indices."""
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex

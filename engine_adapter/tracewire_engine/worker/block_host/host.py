@@ -22,6 +22,7 @@ from tracewire_engine.protocol.block_host import (
     Reply,
     Turn,
 )
+from tracewire_engine.protocol.keys import BLOCK_ARG
 
 from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
@@ -91,6 +92,8 @@ class BlockHost:
         self.shared_names: dict[str, HostedTrace] = {}
         self.new: list[Arrived] = []
         self.failure: Failure | None = None
+        #: The encoded block of its trace, if it is one trace's alone.
+        self.block: bytes | None = None
         #: Whether it failed while it had several traces, so that nobody knows whose blocks it was.
         self.failed_together = False
         #: The locations that its blocks may ask for, if all of them only read. Then the model never waits for it.
@@ -137,6 +140,7 @@ class BlockHost:
         trace = request.trace
         trace.reads = None if reads is None or trace.reads is None else trace.reads | reads
         self.new.append(arrived)
+        self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
         with self._lock:
             self._join_reads()

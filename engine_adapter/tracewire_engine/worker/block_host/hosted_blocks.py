@@ -369,7 +369,7 @@ class HostedBlocks:
                     continue
                 left = _patience_s(host, self._left_s, self._step_s) - (time.monotonic() - began)
                 if left <= 0:
-                    self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
+                    self._fail(host, too_slow(host, self._step_s, _WAITED))
                 else:
                     with self._reports.returned:
                         self._reports.returned.wait(min(left, 0.05))
@@ -411,7 +411,7 @@ class HostedBlocks:
                     if reply is not None:
                         replies[host] = reply
                     elif passed >= _patience_s(host, self._left_s, self._step_s):
-                        self._fail(host, too_slow(self._step_s, _WAITED, len(host.traces)))
+                        self._fail(host, too_slow(host, self._step_s, _WAITED))
                     else:
                         continue
                 waiting.remove(host)

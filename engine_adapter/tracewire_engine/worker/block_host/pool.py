@@ -33,6 +33,9 @@ _START_S, _FORK_S = 120.0, 5.0
 #: The largest message of a host: a step's saves. Large arrays come in pieces.
 _MOST_BYTES = 256 << 20
 
+#: How much is read of the lines at which a block was, in bytes: what a pipe holds.
+_MOST_PLACES = 1 << 16
+
 #: The variables of the worker's environment that the server of hosts is given.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -47,6 +50,7 @@ class HostProcess:
         self._process = process
         self.calls, self.reports = ends.calls, ends.reports
         self.given, self.returned = ends.given, ends.returned
+        self._places = ends.places
         self._closed = False
         self._lock = threading.Lock()
 
@@ -65,6 +69,16 @@ class HostProcess:
         """Whether the process has not ended."""
         return not self._closed and not select.select([self._process], [], [], 0)[0]
 
+    def places(self) -> str:
+        """Where its block was when the time was over, as `time_limit.note_places` has it. Only the first call has it.
+
+        A block can have written anything there.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            if not self._closed:
+                return os.read(self._places, _MOST_PLACES).decode(errors="replace")
+        return ""
+
     def close(self) -> None:
         """Kill the process if it has not ended, and close what belongs to it. Idempotent."""
         with self._lock:
@@ -73,6 +87,7 @@ class HostProcess:
                 return
             self._closed = True
             os.close(self._process)
+            os.close(self._places)
         self.calls.close()
         self.reports.close()
         self.given.close()
@@ -87,13 +102,15 @@ class _Ends:
         reports, self._reports = socket.socketpair()
         self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, _MOST_BYTES)
         self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
+        self.places, self._places = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def hand_over(self, control: socket.socket) -> None:
         """Give the other ends to the server of hosts."""
         theirs = [self._calls.fileno(), self._reports.fileno(), self.given.descriptor, self.returned.descriptor]
-        send_descriptors(control, b"host", theirs)
+        send_descriptors(control, b"host", [*theirs, self._places])
         self._calls.close()
         self._reports.close()
+        os.close(self._places)
 
 
 class HostPool:

@@ -32,6 +32,7 @@ from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 from .host import BlockHost, HostedRequest, HostedTrace
+from .places import place_of
 from .untrusted_reports import UntrustedReport
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class ReportThread:
         hosts = list(self._hosts.values())
         for host in hosts if self._patience_s else ():
             if host.failure is None and host.owes(self._patience_s):
-                host.fail(too_slow(self._patience_s, "within one step", len(host.traces)))
+                host.fail(too_slow(host, self._patience_s, "within one step"))
                 self._lose(host)
         for host in hosts:
             if host.failure is None and host.withholds(_ENDING_S):
@@ -333,15 +334,20 @@ def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedReq
     return host.records.get((record.request, record.choice))
 
 
-def too_slow(seconds: float, how: str, traces: int = 1) -> Failure:
-    """The error of traces whose host did not answer in time. `traces` is how many it had."""
-    if traces > 1:
-        return lost(f"a block ran for {seconds:g} s {how}", traces)
+def too_slow(host: BlockHost, seconds: float, how: str) -> Failure:
+    """The error of the traces of a host that did not answer in time."""
+    if len(host.traces) > 1:
+        return lost(f"a block ran for {seconds:g} s {how}", len(host.traces))
+    filename, line, source, trace = place_of(host.process.places(), host.block) or (None, None, None, None)
     return Failure(
         type="BlockTimeout",
         message=f"the block ran for {seconds:g} s {how}; to loop over the steps write `for step in tracer.iter[:]`, "
         "and leave a loop that is done with `break`",
         field="block",
+        filename=filename,
+        line=line,
+        source=source,
+        traceback=trace,
         builtin="Exception",
     )
 

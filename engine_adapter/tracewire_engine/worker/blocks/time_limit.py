@@ -17,6 +17,7 @@ process handles it when the turn is over, because the handler's exception would 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import signal
@@ -58,6 +59,9 @@ logger = logging.getLogger("vllm.tracewire")
 _LEAST_S = 0.001
 #: How much later than the first timer the second one rings, in seconds.
 _LATER_S = 0.005
+#: How long after the first timer's ring the place of a block is noted, in seconds; and the signal that is sent then.
+_PLACE_S = 0.01
+_PLACE_SIGNAL = signal.SIGRTMIN + 8
 #: While the timer is shared, it is set anew for a block only if the block has used more of its time than this.
 _SLACK_S = 0.05
 
@@ -71,8 +75,9 @@ _monitor: TurnMonitor | None = None
 _building = False
 _step = 0
 _shielded = False
-#: The second timer of a process that runs blocks only.
+#: The second timer of a process that runs blocks only, and the one that notes where the block is.
 _second: SecondTimer | None = None
+_places: SecondTimer | None = None
 #: Whether one setting of the timer serves several turns, and whether this module handles the process's signals.
 _timer_shared = False
 _guarding = False
@@ -210,6 +215,20 @@ def limit_turns(seconds: float, *, alone: bool = False) -> None:
         _monitor = TurnMonitor(_overdue_s)
         with suppress(RuntimeError):  # a confined process may not start a thread
             _monitor.start()
+
+
+def note_places(descriptor: int) -> None:
+    """Note where a block is whose time is over, for the process that ends this one.
+
+    C code that does not return to Python lets no handler of Python's run. So one of C's writes the lines.
+
+    Args:
+        descriptor: takes the lines as text, and does not block.
+    """
+    global _places
+    with suppress(OSError):  # then the error names no line
+        _places = SecondTimer(_PLACE_SIGNAL)
+        faulthandler.register(_PLACE_SIGNAL, descriptor, all_threads=False)
 
 
 def limit_together(seconds: float | None) -> None:
@@ -379,12 +398,16 @@ def _start(seconds: float) -> None:
     if _second is not None:
         # For a block that has stopped the first timer, or ignores its signal.
         _second.start(max(seconds, _LEAST_S) + _LATER_S)
+    if _places is not None:
+        _places.start(max(seconds, _LEAST_S) + _PLACE_S)
 
 
 def _stop() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if _second is not None:
         _second.stop()
+    if _places is not None:
+        _places.stop()
 
 
 @contextmanager

@@ -29,18 +29,25 @@ def test_the_server_forks_hosts_that_have_nothing_but_their_connections() -> Non
     calls, their_calls = socket.socketpair()
     reports, their_reports = socket.socketpair()
     given, returned = RowMemory.create(1 << 16), RowMemory.create(1 << 16)
-    ends = [their_calls.fileno(), their_reports.fileno(), given.descriptor, returned.descriptor]
+    places, their_places = os.pipe()
+    ends = [their_calls.fileno(), their_reports.fileno(), given.descriptor, returned.descriptor, their_places]
     send_descriptors(control, b"host", ends)
     message, (process,) = receive_descriptors(control)
     their_calls.close()
     their_reports.close()
+    os.close(their_places)
     ready = msgspec.msgpack.decode(HostChannel(reports).receive(60), type=Report)
     assert isinstance(ready, Ready)
     open_files = {os.readlink(f"/proc/{int(message)}/fd/{one}") for one in os.listdir(f"/proc/{int(message)}/fd")}
-    assert all(one.startswith(("socket:", "/memfd:tracewire", "/dev/null", "anon_inode")) for one in open_files)
+    assert all(
+        one.startswith(("socket:", "/memfd:tracewire", "/dev/null", "anon_inode", "pipe:")) for one in open_files
+    )
+    assert sum(one.startswith("pipe:") for one in open_files) == 1
     # The host ends with its connection, and the server with its own.
     calls.close()
     control.close()
     assert server.wait(60) == 0
+    assert os.read(places, 1) == b""
+    os.close(places)
     os.close(process)
     os.close(described)

@@ -56,6 +56,13 @@ while True:
 """
 
 #: And not this one.
+#: C code, which lets no handler of Python's run.
+COUNTS = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+sum(range(10**12))
+"""
+
 STUCK = """
 h = model.model.layers[1].output[0]
 h[:] = 0
@@ -166,13 +173,14 @@ def test_a_block_calls_modules_and_reads_their_weights(served: HostedModel) -> N
 
 def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
     impatient = HostedModel(step_s=4.0, pool=served.pool)
-    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "reads": READS, "later": LATER})
-    for name in ("loops", "stuck"):
+    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "counts": COUNTS, "reads": READS, "later": LATER})
+    for name, lines in (("loops", (4,)), ("stuck", range(4, 10)), ("counts", (4,))):
         finish = found[name].finish
         assert finish is not None
         assert finish.error is not None
         assert finish.error.type == "BlockTimeout"
-        assert finish.error.line == (4 if name == "loops" else None)
+        assert finish.error.line in lines
+        assert finish.error.filename == "mine.py"
     # They have used up the time of the step in which "later" is waited for.
     assert [len(found[name].saves["hidden"]) for name in ("reads", "later")] == [3, 3]
 

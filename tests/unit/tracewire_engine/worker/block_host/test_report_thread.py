@@ -39,6 +39,9 @@ class Host:
         self.closed = True
         self.gone.set()
 
+    def places(self) -> str:
+        return ""
+
     def says(self, report: Any) -> None:
         self.theirs.send(msgspec.msgpack.encode(report))
 

@@ -1,0 +1,89 @@
+"""Tensors that a block in a host gives to a module: what kernels would read or write beyond is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from tracewire_engine.worker.block_host.call_checks import check_inputs, checked_widths
+
+WIDTH = 64
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+
+class Packed(torch.nn.Module):
+    """A linear module as vLLM has it on a CPU: its weight is packed, and the parameter is left empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_size = WIDTH
+        self.weight = torch.nn.Parameter(torch.ones(2048, WIDTH, dtype=torch.bfloat16), requires_grad=False)
+        self.quant_method = UnquantizedLinearMethod()
+        dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+        assert not self.weight.numel()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """As vLLM's."""
+        return self.quant_method.apply(self, rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "tensors", "expected"),
+    [
+        (Norm(), [torch.ones(3, 4)], ""),
+        (Norm(), [torch.ones(3, 4), torch.ones(3, 4)], ""),
+        (Norm(), [torch.ones(3, 4), torch.ones(2, 4)], "3 and 2 rows"),
+        (Norm(), [torch.ones(3, 5)], "rows of 4 numbers"),
+        (Norm(), [torch.ones(3, 4, dtype=torch.float64)], "rows of 4 numbers"),
+        (Norm(), [torch.ones(101, 4)], "have 101"),
+        (torch.nn.Embedding(5, 2), [torch.tensor([0, 4])], ""),
+        (torch.nn.Embedding(5, 2), [torch.tensor([0, 5])], "indices from 0 to 5 of a table of 5 rows"),
+        (torch.nn.Embedding(5, 2), [torch.tensor([-1])], "indices from -1"),
+        (torch.nn.Embedding(5, 2), [torch.zeros(1000, dtype=torch.int64)], "have 1000"),
+        (torch.nn.Linear(4, 2), [torch.ones(3, 9)], ""),
+        (Packed(), [torch.ones(3, 9)], ""),
+        (torch.nn.SiLU(), [torch.ones(3, 9)], ""),
+    ],
+)
+def test_inputs_that_a_kernel_would_read_beyond_are_refused(
+    module: torch.nn.Module, tensors: list[torch.Tensor], expected: str
+) -> None:
+    if expected:
+        with pytest.raises(ValueError, match=expected):
+            check_inputs(module, tensors, 100)
+    else:
+        check_inputs(module, tensors, 100)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.ones(4, 2 * WIDTH, dtype=torch.bfloat16),
+        torch.ones(4, WIDTH // 2, dtype=torch.bfloat16),
+        torch.ones(4, WIDTH, dtype=torch.float32),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+    ],
+)
+def test_a_packed_weight_is_multiplied_by_rows_that_fit(rows: torch.Tensor) -> None:
+    module = torch.nn.Sequential(Packed())
+    fitting = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    expected = module(fitting)
+    with checked_widths(module.modules()):
+        assert torch.equal(module(fitting), expected)
+        with pytest.raises(ValueError, match=r"Packed takes rows of 64 numbers of torch\.bfloat16, and these are of"):
+            module(rows)
+    assert "apply" not in vars(module[0].quant_method)
+
+
+def test_a_part_of_a_sharded_weight_is_multiplied_by_its_part() -> None:
+    module = Packed()
+    module.input_size, module.input_size_per_partition = 2 * WIDTH, WIDTH
+    with checked_widths([module]), pytest.raises(ValueError, match="rows of 64 numbers"):
+        module(torch.ones(4, 2 * WIDTH, dtype=torch.bfloat16))
