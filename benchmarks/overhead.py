@@ -40,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +50,7 @@ import numpy as np
 import psutil
 
 import tracewire
+from benchmarks.kind_cases import KINDS, Shape
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
 from benchmarks.roles import cpu_seconds, prompts, sampling
@@ -114,10 +115,12 @@ def block_of(workload: dict[str, Any]) -> Any:
     }.get(workload["saves"], lambda: None)()
 
 
-def declared_of(workload: dict[str, Any]) -> list[Any]:
+def declared_of(workload: dict[str, Any], model: tracewire.Model) -> list[Any]:
     """The workload's interventions where its block is declared, or none."""
     layers = workload["layers"]
-    vector = np.linspace(-1, 1, workload["hidden"], dtype=np.float32) / 100
+    if "kind" in workload:
+        return KINDS[workload["kind"]].declared(Shape(model, layers[0]))
+    vector = np.linspace(-1, 1, model.info.hidden_size, dtype=np.float32) / 100
     match workload["saves"]:
         case "declared:last":
             return [tracewire.Probe(f"kept{layer}", f"model.layers.{layer}") for layer in layers]
@@ -184,13 +187,20 @@ def raw_bytes(value: Any) -> int:
     """Bytes of the values themselves."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
+    if isinstance(value, dict):
+        return sum(raw_bytes(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return sum(raw_bytes(item) for item in value)
     return 8
 
 
-async def tracewire_round(url: str, workload: dict[str, Any], name: str = NAME) -> dict[str, Any]:
-    """The workload over the bus: submitted and folded here, in the subscriber's process. `name` is the model's."""
+async def tracewire_round(
+    url: str, workload: dict[str, Any], name: str = NAME, kept: tracewire.Client | None = None
+) -> dict[str, Any]:
+    """The workload over the bus: submitted and folded here, in the subscriber's process. `name` is the model's.
+
+    By the client `kept`, if there is one, else by a new one.
+    """
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     results: dict[str, tracewire.Result] = {}
@@ -199,9 +209,9 @@ async def tracewire_round(url: str, workload: dict[str, Any], name: str = NAME) 
     #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
     block = block_of(workload)
-    async with tracewire.connect(url) as client:
+    async with nullcontext(kept) if kept is not None else tracewire.connect(url) as client:
         model = await client.models.get(name, timeout=60)
-        declared = declared_of({**workload, "hidden": model.info.hidden_size})
+        declared = declared_of(workload, model)
         began, began_at = time.perf_counter(), time.time()
 
         async def one(token_ids: list[int]) -> None:
@@ -222,9 +232,9 @@ async def tracewire_round(url: str, workload: dict[str, Any], name: str = NAME) 
             for token_ids in prompts(workload):
                 group.start_soon(one, token_ids)
         seconds = marks["verified"] = time.perf_counter() - began
+    totals["raw"] = sum(raw_bytes(value) for result in results.values() for value in result.saves.values())
     async with Bus.open(url) as bus:
-        for trace_id, result in results.items():
-            totals["raw"] += sum(raw_bytes(value) for value in result.saves.values())
+        for trace_id in results if workload.get("count_wire", True) else ():
             totals["wire"] += sum([len(entry.data) async for entry in bus.read(trace_id)])
     # From the first step's end to the last one's, by the worker's clock.
     marks["generating"] = max(steps) - min(steps)

@@ -197,13 +197,23 @@ def plain(options: dict[str, Any]) -> None:
 
 
 def subscriber(options: dict[str, Any]) -> None:
-    """A client that submits its share of the workload's requests, follows them, and verifies what it folded."""
+    """A client that submits its share of the workload's requests, follows them, and verifies what it folded.
+
+    Each workload has a client of its own, unless it says `keep_client`: such workloads share one.
+    """
+    import tracewire
     from benchmarks.overhead import tracewire_round
 
-    async def run(workload: dict[str, Any]) -> dict[str, Any]:
-        return await tracewire_round(options["url"], workload)
+    async def main() -> None:
+        async with tracewire.connect(options["url"]) as client:
 
-    asyncio.run(serve({}, run))
+            async def run(workload: dict[str, Any]) -> dict[str, Any]:
+                kept = client if workload.get("keep_client") else None
+                return await tracewire_round(options["url"], workload, kept=kept)
+
+            await serve({}, run)
+
+    asyncio.run(main())
 
 
 def _serve_nnsight(model: Any) -> None:

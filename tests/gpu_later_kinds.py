@@ -1,17 +1,12 @@
-"""What only a GPU shows of conditions, controllers, features, lenses and subspaces: CUDA graphs, and what each costs.
+"""What only a GPU shows of conditions, controllers, features, lenses and subspaces: CUDA graphs.
 
-    python -m tests.gpu_later_kinds --model FOLDER [--layer 3] [--requests 32 --requests 256] [--tokens 128]
-        [--model-runner second] [--only-graphs]
+    python -m tests.gpu_later_kinds --model FOLDER [--layer 3] [--model-runner second]
 
 Starts an engine with CUDA graphs and taps at all layers, then an eager one, with dummy weights, and prints one JSON
-object:
+object, by kind: `apart`, the greatest relative difference of what both read, and `tokens`, whether both generated the
+same. The steps are enough for the worker to record its kernels.
 
-- `graphs`, by kind: `apart`, the greatest relative difference of what both read, and `tokens`, whether both generated
-  the same. The steps are enough for the worker to record its kernels.
-- `rates`, by number of requests and kind: tokens a second on the engine with CUDA graphs, relative to requests without
-  interventions. `Probe` and `Steer` are beside the others.
-
-Exits with 1 if values are apart or tokens differ.
+Exits with 1 if values are apart or tokens differ. `benchmarks/kinds.py` measures what each kind costs.
 """
 
 # mypy: ignore-errors
@@ -21,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from typing import Any
 
 import anyio
@@ -44,7 +38,7 @@ from tracewire import (
 )
 
 STEPS = 24
-#: Features of the autoencoder whose cost is stated.
+#: Features of the autoencoder.
 FEATURES = 512
 
 
@@ -78,7 +72,7 @@ def kinds(width: int, layer: int) -> dict[str, list[Any]]:
 
 async def on(options: Any, taps: list[str], look: Any) -> Any:
     """What `look(client, model)` finds on an engine with these taps."""
-    given: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 256, "gpu_memory_utilization": 0.1}
+    given: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.1}
     given["kv_cache_memory_bytes"] = 2 << 30
     given["model_runner"] = options.model_runner
     if options.model is not None:
@@ -97,24 +91,9 @@ async def run(options: Any) -> dict[str, Any]:
             name: await together(client, model, PROMPTS[:4], STEPS, interventions=one) for name, one in declared.items()
         }
 
-    async def rates(client: Any, model: Any) -> dict[str, Any]:
-        declared, found = kinds(model.info.hidden_size, options.layer), {}
-        for count in options.requests:
-            prompts = [PROMPTS[place % len(PROMPTS)] for place in range(count)]
-            seconds = {}
-            for name, one in [("plain", []), *declared.items()]:  # the first one warms up
-                began = time.perf_counter()
-                await together(client, model, prompts, options.tokens, interventions=one)
-                seconds[name] = time.perf_counter() - began
-            found[count] = {name: round(seconds["plain"] / taken, 3) for name, taken in seconds.items()}
-        return found
-
-    async def both(client: Any, model: Any) -> Any:
-        return await values(client, model), {} if options.only_graphs else await rates(client, model)
-
-    graphs, speeds = await on(options, ["model.layers.*.output"], both)
+    graphs = await on(options, ["model.layers.*.output"], values)
     eager = await on(options, [], values)
-    return {"graphs": {name: differences(graphs[name], eager[name]) for name in graphs}, "rates": speeds}
+    return {name: differences(graphs[name], eager[name]) for name in graphs}
 
 
 def differences(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
@@ -133,15 +112,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
-    parser.add_argument("--requests", type=int, action="append", default=[])
-    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--model-runner", choices=("first", "second"), default="first", help="of vLLM's")
-    parser.add_argument("--only-graphs", action="store_true", help="leave the rates out")
-    options = parser.parse_args()
-    options.requests = options.requests or [32, 256]
-    figures = anyio.run(run, options)
+    figures = anyio.run(run, parser.parse_args())
     print(json.dumps(figures, indent=1))
-    return 0 if all(one["tokens"] and one["apart"] < 0.05 for one in figures["graphs"].values()) else 1
+    return 0 if all(one["tokens"] and one["apart"] < 0.05 for one in figures.values()) else 1
 
 
 if __name__ == "__main__":

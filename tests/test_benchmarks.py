@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.kind_cases import KINDS
 from tests.support.adapter_command import module_command
 from tests.support.engine_process import EngineProcess
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 #: What the others import.
-HELPERS = {"__init__", "nnsight_cpu", "processes", "quantiles", "roles", "scripted"}
+HELPERS = {"__init__", "kind_cases", "nnsight_cpu", "processes", "quantiles", "roles", "scripted", "side_by_side"}
 QUANTILES = {"p50", "p95", "p99"}
 
 own_engine = pytest.mark.usefixtures("starts_engine")
@@ -87,7 +88,7 @@ def test_every_benchmark_is_run_by_a_test_of_this_file() -> None:
             assert any(call in source for call in ran), path.name
 
 
-@pytest.mark.parametrize("module", ["blobs", "overhead", "soak", "steering", "volume"])
+@pytest.mark.parametrize("module", ["blobs", "kinds", "overhead", "soak", "steering", "volume"])
 def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) -> None:
     """The others are run in every case."""
     assert f"{module}.py [-h]" in run(module, "--help").stdout
@@ -99,6 +100,8 @@ def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) ->
         ("bursts", ["--bursts", "2"], "--bursts: expected a whole number of at least 3, got '2'"),
         ("overhead", ["--no-eager", "--no-default"], "expected at most one of them"),
         ("volume", ["--layers", "some"], "--layers: expected a number from 1 on, or all, got 'some'"),
+        ("kinds", ["--layer", "8"], "--layer: expected a layer from 0 to 7, got 8"),
+        ("kinds", ["--kinds", "Steering"], "invalid choice: 'Steering'"),
         ("steering", ["--steers", "0"], "--steers: expected a whole number of at least 1, got '0'"),
     ],
 )
@@ -292,6 +295,24 @@ def test_volume(blocks: str) -> None:
     assert [one["bytes"] for one in found["raw"]] == [512, 4096, 65536]
     for one in found["raw"]:
         above_zero(one, "mb_s")
+
+
+@own_engine
+@pytest.mark.full
+def test_kinds() -> None:
+    found = figures("kinds", "--requests", "1", "2", "--tokens", "12", "--rounds", "1", "--settle", "0.1")
+    assert found["untapped"] == {}
+    assert found["layer"] == 4
+    assert [(one["requests"], one["kind"]) for one in found["cells"]] == [
+        (requests, kind) for requests in (1, 2) for kind in ["none", *KINDS]
+    ]
+    for one in found["cells"]:
+        above_zero(one, "plain", "to_plain", "made_to_plain", "least", "most", "p50_ms")
+        assert one["least"] == one["to_plain"] == one["most"]
+        assert one["p50_ms"] <= one["p95_ms"] <= one["p99_ms"]
+        if one["kind"] != "none":
+            above_zero(one, "to_none")
+            assert bool(one["mb_s"]) <= KINDS[one["kind"]].saves
 
 
 @own_engine

@@ -37,6 +37,7 @@ RUN_BY = {
     "python -m benchmarks.fleet": _BENCHMARKS + "fleet",
     "python -m benchmarks.gateway": _BENCHMARKS + "gateway",
     "python -m benchmarks.harvest": _BENCHMARKS + "harvest",
+    "python -m benchmarks.kinds": _BENCHMARKS + "kinds",
     "python -m benchmarks.overhead": _BENCHMARKS + "overhead",
     "python -m benchmarks.policy": _BENCHMARKS + "policy",
     "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",

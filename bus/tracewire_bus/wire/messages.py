@@ -610,7 +610,7 @@ class OutputBase(Event):
     """Base of the outputs. Subclasses add the deltas, decoded or encoded, as the last fields.
 
     `token_ids[k]` is token `index + k` of the choice; each token of a choice belongs to exactly one output. `time` is
-    when the step of the last token ended, by the worker's clock (by the adapter's for a trace without a block).
+    when the step of the last token ended, by the worker's clock (by the adapter's for a trace that saves nothing).
     `logprobs`, if the invoke asked for them, has one dict per token: token id to `(logprob, rank, text)`.
     """
 

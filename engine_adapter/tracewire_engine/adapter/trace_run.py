@@ -470,7 +470,8 @@ class TraceRun:
         else:
             steps = await pending.steps(choice.index, first, len(choice.token_ids))
             self._saved_bytes += encoded_size(steps)
-            sampled_at = pending.choices[choice.index].time
+            # Nothing is reported of a request that only edits.
+            sampled_at = pending.choices[choice.index].time or time.time()
             choice, steps = request.publishable(choice, steps, self._engine.decode)
         token_ids, finish_reason = choice.token_ids, choice.finish_reason
         if finish_reason in ("abort", "error") and not request.done[choice.index] and self._ending is None:

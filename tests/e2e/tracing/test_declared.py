@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import tracewire
 from tests.e2e.tracing.test_traces import GREEDY, PROMPT, assert_every_token_once, events_of
 from tests.support.engine_process import EngineProcess
-from tracewire import Ablate, Clamp, Client, Live, LogitLens, Model, Probe, Steer, StopWhen
+from tracewire import Ablate, Clamp, Client, Live, LogitLens, Model, Output, Probe, Steer, StopWhen
 
 HIDDEN = 256
 RNG = np.random.default_rng(7)
@@ -206,6 +207,15 @@ async def test_edits_do_what_a_block_does(
     before = edit.at == "residual(2)"
     assert (other.saves["after"][0].tobytes() == unedited.saves["after"][0].tobytes()) is before
     assert unedited.token_ids == plain.token_ids
+
+
+async def test_the_outputs_of_a_trace_that_only_edits_say_when_their_step_ended(client: Client, model: Model) -> None:
+    begun = time.time()
+    async with client.trace(model, PROMPT, interventions=[Steer("residual(2)", V)], **GREEDY) as trace:
+        times = [item.time async for item in trace if isinstance(item, Output)]
+    assert times == sorted(times)
+    assert begun < times[0]
+    assert times[-1] < time.time()
 
 
 async def test_an_edit_at_generated_positions_leaves_the_prompt(client: Client, model: Model) -> None:
