@@ -23,7 +23,8 @@ from tracewire_bus.domain.limit_table import DEFAULTS
 from tracewire_bus.store.edits import RECORD_BYTES
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.tasks import OwnedTask, Signal
-from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
+from tracewire_engine.protocol.drafting import undrafted
+from tracewire_engine.protocol.keys import DECLARED_ARG, DRAFTS_ARG, EDITS_ARG, END_ARG
 from tracewire_engine.protocol.messages import Generated
 
 from .engine_api import Rejection
@@ -258,6 +259,8 @@ class EditedClient:
             extra[DECLARED_ARG] = declared
         if chosen.blocks is not None:
             extra[EDITS_ARG] = chosen.blocks
+        if declared is not None and not undrafted(extra):
+            extra[DRAFTS_ARG] = True
         if params.stop and chosen.blocks is not None:
             extra[END_ARG] = True
             one.tell = self._tell_end
