@@ -151,8 +151,12 @@ class Graphs:
         return self.made[-1]
 
 
-def naive(request: Request, streams: list[torch.Tensor], first: int, count: int, start: int) -> None:
-    """What the request's interventions mean for its rows, in place, layer by layer."""
+def naive(
+    request: Request, streams: list[torch.Tensor], first: int, count: int, start: int, *, counts: bool = True
+) -> None:
+    """What the request's interventions mean for its rows, in place, layer by layer. Reads of rows that do not count are
+    not expected.
+    """
     prompt, end = request.prompt, first + count
     found: dict[str, dict[int, torch.Tensor]] = {}
     for layer, stream in enumerate(streams):
@@ -215,6 +219,8 @@ def naive(request: Request, streams: list[torch.Tensor], first: int, count: int,
                     if one.reduce == "mean":
                         values = values.mean(0, keepdim=True)
                 found.setdefault(one.name, {})[layer] = values
+    if not counts:
+        return
     for one, layers in request.declared:
         by_layer = found.get(getattr(one, "name", ""))
         if by_layer:
@@ -240,10 +246,11 @@ def handed_on(
     return data, feed.batch(piece)
 
 
-def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> int:
+def play(seed: int, declared: DeclaredRequests, folder: Path | None = None, drafts: int = 0) -> int:
     """Play random traffic, and compare what a plan reads and edits with `naive`.
 
-    With a `folder`, interventions refer to their arrays, which are files in it.
+    With a `folder`, interventions refer to their arrays, which are files in it. With `drafts`, a request that generates
+    can have so many in a step, of which some are taken.
     With `declared.buffers`, the taps' kernels serve the steps that fit. Returns the number of these steps.
     """
     rng = random.Random(seed)
@@ -279,10 +286,18 @@ def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> i
         scheduled = {
             request.name: request.prompt + request.tokens - request.state.num_computed_tokens for request in batch
         }
+        tried = {
+            request.name: [-1] * rng.randint(1, drafts)
+            for request in batch
+            if drafts and request.state.num_computed_tokens >= request.prompt and scheduled[request.name] == 1
+            if rng.random() < 0.6
+        }
+        for name, given in tried.items():
+            scheduled[name] += len(given)
         total = sum(scheduled.values())
         states = {request.name: request.state for request in batch}
         before = declared.plan
-        declared.begin([request.name for request in batch], scheduled, total, states)
+        declared.begin([request.name for request in batch], scheduled, total, states, tried)
         built += declared.plan is not before
         # The residual stream is the sum of two halves; a graph's tensors are longer than the step.
         if total not in buffers:
@@ -300,29 +315,41 @@ def play(seed: int, declared: DeclaredRequests, folder: Path | None = None) -> i
                 declared.buffers.launch(f"layer.{layer}.output", pair)
             elif stage is not None:
                 stage.replay(pair)
+        got = {request.name: 1 + rng.randint(0, len(tried.get(request.name, ()))) for request in batch}
+        if tried and declared.plan is not None:
+            declared.plan.accept(list(got.values()))
         collected = declared.collect(lambda values: values @ HEAD.T)
         start = 0
         for request in batch:
-            tokens = scheduled[request.name]
-            naive(request, streams, request.state.num_computed_tokens, tokens, start)
+            first, tokens = request.state.num_computed_tokens, scheduled[request.name]
+            if request.name in tried:
+                # Each row as if it were a step.
+                for row in range(tokens):
+                    naive(request, streams, first + row, 1, start + row, counts=row < got[request.name])
+            else:
+                naive(request, streams, first, tokens, start)
             start += tokens
         for (hidden, residual), stream in zip(halves, streams, strict=True):
             torch.testing.assert_close((hidden + residual)[:total], stream, rtol=1e-4, atol=1e-4)
         if collected is not None:
             data, arrived = handed_on(feed, *collected)
+            indices: dict[str, list[int]] = {}
             for reads, index in arrived:
-                assert index == live[reads.request].tokens
+                indices.setdefault(reads.request, []).append(index)
                 live[reads.request].reads.take(index, reads, data)
+            for name, found in indices.items():
+                assert found == list(range(live[name].tokens, live[name].tokens + got[name]))
         for request in batch:
-            request.state.num_computed_tokens += scheduled[request.name]
-            request.tokens += 1
+            request.state.num_computed_tokens += scheduled[request.name] - len(tried.get(request.name, ()))
+            request.state.num_computed_tokens += got[request.name] - 1
+            request.tokens += got[request.name]
             if request.prompt + request.tokens > request.length:
                 finished.append(live.pop(request.name))
                 declared.pop(request.name)
                 runs.leave(f"run of {request.name}", request.name)
                 runs.steer(encode_changes({}, [f"run of {request.name}"]))
     assert len(finished) > 3
-    assert built < 40
+    assert built < 40 or drafts
     assert len(runs.runs) == len([request for request in live.values() if request.declared])
     for request in finished:
         assert not request.declared or not any(d.failure for d in declared.live.values())

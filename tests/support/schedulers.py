@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support import ROOT
 from tracewire_engine.core.scheduler import pausing_scheduler
-from tracewire_engine.protocol.keys import BLOCK_ARG, FORCED_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, DRAFTS_ARG, FORCED_ARG
 
 __all__ = ["BLOCK", "LENGTH", "PLACES", "Core", "alone", "configuration", "prompt"]
 
@@ -243,14 +243,17 @@ class Core:
         traced: bool = False,
         lora: int = 0,
         forced: int = 0,
+        drafted: bool = False,
     ) -> None:
-        """A request; one that is traced as the adapter gives it to the engine. Its first `forced` tokens are given."""
+        """A request; one that is traced as the adapter gives it to the engine. Its first `forced` tokens are given.
+
+        A traced one is `drafted` if it has declared interventions that each row has for itself.
+        """
         params = SamplingParams(max_tokens=count, ignore_eos=True)
-        if forced:
-            params.extra_args = {FORCED_ARG: [0] * forced}
+        params.extra_args = {FORCED_ARG: [0] * forced} if forced else {}
         if traced:
             self.traced.add(name)
-            params.extra_args = {BLOCK_ARG: b""}
+            params.extra_args |= {DECLARED_ARG: b"", DRAFTS_ARG: True} if drafted else {BLOCK_ARG: b""}
             params.skip_reading_prefix_cache = True
         self.generated[name] = []
         request = Request(name, prompt, params, None, priority=priority, block_hasher=self.hasher)

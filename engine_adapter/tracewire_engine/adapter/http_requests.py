@@ -23,7 +23,8 @@ from tracewire_bus.domain.limit_table import DEFAULTS
 from tracewire_bus.store.edits import RECORD_BYTES
 from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.tasks import OwnedTask, Signal
-from tracewire_engine.protocol.keys import DECLARED_ARG, EDITS_ARG, END_ARG
+from tracewire_engine.protocol.drafting import undrafted
+from tracewire_engine.protocol.keys import DECLARED_ARG, DRAFTS_ARG, EDITS_ARG, END_ARG
 from tracewire_engine.protocol.messages import Generated
 
 from .engine_api import Rejection
@@ -252,12 +253,7 @@ class EditedClient:
         self, one: _Edited, prompt: Any, params: Any, more: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncGenerator[Any, None]:
         chosen = one.chosen
-        extra = dict(params.extra_args or {})
-        declared = chosen.declared(None)
-        if declared is not None:
-            extra[DECLARED_ARG] = declared
-        if chosen.blocks is not None:
-            extra[EDITS_ARG] = chosen.blocks
+        extra = {**(params.extra_args or {}), **_arguments(chosen)}
         if params.stop and chosen.blocks is not None:
             extra[END_ARG] = True
             one.tell = self._tell_end
@@ -316,6 +312,14 @@ def _check_bounds(params: Any, options: Mapping[str, Any], most_choices: int) ->
         raise ValueError("priority: this engine runs all HTTP requests with priority 0; traces have priorities")
     if (getattr(params, "n", None) or 1) > most_choices:
         raise ValueError(f"n: a request has at most {most_choices} choices, got {params.n} (--limit choices)")
+
+
+def _arguments(chosen: RequestEdits) -> dict[str, Any]:
+    """What tells the scheduler and the workers of a request's edits."""
+    declared = chosen.declared(None)
+    found = {DECLARED_ARG: declared, EDITS_ARG: chosen.blocks}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    return given | ({} if declared is None or undrafted(given) else {DRAFTS_ARG: True})
 
 
 def _asked(params: Any) -> tuple[list[str] | None, Any]:

@@ -138,7 +138,7 @@ class _Plan:
 
     def __init__(self, columns: Sequence[Item], single: Sequence[Item]) -> None:
         self.single = single
-        self.names = [item.name for item in columns]
+        self.names = tuple([item.name for item in columns])
         self.layout = encode_layout([_column(item.slot) for item in columns]) if columns else b""
         #: Where the values of the columns lie in a batch's bytes, in order: neighbours are one piece.
         self.pieces: list[tuple[int, int]] = []
@@ -203,8 +203,10 @@ class ChoiceReads:
         self._reads: StepReads | None = None
         self._plan = _Plan((), ())
         self._started: set[str] = set()
-        #: By index, how the step's items became deltas, and the digest of its record.
-        self._planned_by: dict[int, _Plan] = {}
+        #: By index, the names in the step's record, and its digest. A layout of its own for each step has the same
+        #: names as those before it, as a rule.
+        self._named_by: dict[int, tuple[str, ...]] = {}
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._records: dict[int, bytes] = {}
         self._digests: dict[int, list[tuple[str, bytes]]] = {}
         self._stops = list(stops)
@@ -226,7 +228,7 @@ class ChoiceReads:
         else:
             values = plan.values(data)
             if plan.layout:
-                self._planned_by[index] = plan
+                self._named_by[index] = self._names.setdefault(plan.names, plan.names)
                 self._records[index] = record_digest(plan.layout, *values)
             single = self._take_single(index, plan.single, data) if plan.single else ()
             # The one copy of the values: `data` may change afterwards.
@@ -293,8 +295,8 @@ class ChoiceReads:
                 for name, found in self._digests[index]:
                     lists.setdefault(name, []).append(found)
         lengths: dict[str, int] = {}
-        for plan, steps in Counter(plan for index, plan in self._planned_by.items() if index < tokens).items():
-            for name in plan.names:
+        for names, steps in Counter(names for index, names in self._named_by.items() if index < tokens).items():
+            for name in names:
                 lengths[name] = lengths.get(name, 0) + steps
         entries = [(name, len(found), list_digest(found)) for name, found in lists.items()]
         return [

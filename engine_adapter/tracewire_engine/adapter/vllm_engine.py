@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -24,10 +24,11 @@ from tracewire_bus.wire.messages import NO_MEDIA, Declared, Drafts, Invoke, Stop
 from tracewire_engine.link.addresses import is_remote
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.step_link import LinkReceiver, encode_changes
-from tracewire_engine.protocol.drafting import draft_slots
+from tracewire_engine.protocol.drafting import draft_slots, undrafted
 from tracewire_engine.protocol.keys import (
     BLOCK_ARG,
     DECLARED_ARG,
+    DRAFTS_ARG,
     EDITS_ARG,
     END_ARG,
     FORCED_ARG,
@@ -200,25 +201,19 @@ def _live_arguments(submission: Submission, index: int, run: str) -> dict[str, A
     return {LIVE_ARG: submission.live, RUN_ARG: run} | ({} if schedule is None else {SCHEDULE_ARG: schedule})
 
 
-#: What keeps a request from being drafted, by the argument that stands for it.
-_UNDRAFTED = {
-    BLOCK_ARG: "a block runs once for each token",
-    DECLARED_ARG: "declared interventions run once for each token",
-    EDITS_ARG: "standing interventions run once for each token",
-}
-
-
-def _drafts(config: Any, arguments: Mapping[str, Any]) -> Drafts | None:
-    """Whether the scheduler lets vLLM draft the tokens of a request with these arguments; `None` if vLLM drafts none.
+def _drafts(config: Any, arguments: dict[str, Any]) -> Drafts | None:
+    """Whether the scheduler shall let vLLM draft the tokens of a request; `None` if vLLM drafts none.
 
     Args:
-        config: vLLM's, of speculative decoding.
-        arguments: Tracewire's, of the request.
+        config: vLLM's, of the engine.
+        arguments: Tracewire's, of the request. The one that allows drafts is added.
     """
-    if config is None:
+    if config.speculative_config is None:
         return None
-    why = "; ".join(reason for name, reason in _UNDRAFTED.items() if name in arguments)
-    return Drafts(0 if why else config.num_speculative_tokens, why)
+    why = undrafted(arguments, ahead=config.scheduler_config.async_scheduling)
+    if DECLARED_ARG in arguments and not why:
+        arguments[DRAFTS_ARG] = True
+    return Drafts(0 if why else config.speculative_config.num_speculative_tokens, why)
 
 
 class VllmEngine:
@@ -315,7 +310,7 @@ class VllmEngine:
             parsers=[*chat.parsers(params.n or 1)] if chat is not None else [],
             reasoning=chat.reasoning if chat is not None else {},
             context=w3c_context(submission.context) if self._has_spans else None,
-            drafts=_drafts(self.llm.vllm_config.speculative_config, extra_args),
+            drafts=_drafts(self.llm.vllm_config, params.extra_args or {}),
         )
 
     def _lora(self, invoke: Invoke, where: str) -> Any:

@@ -1,8 +1,9 @@
-"""Speculative decoding in vLLM's schedulers: plain requests are drafted, traced ones are not.
+"""Speculative decoding in vLLM's schedulers: which requests are drafted, and which get one token a step.
 
 With `--speculative-config` vLLM proposes tokens for each request, the drafts, and a step computes them beside the
-request's next token. A traced request gets one token a step all the same, so that a step of it is a token of it. So
-its drafts are dropped when they come:
+request's next token. Plain requests are drafted. With the synchronous scheduler, so are traced ones of which the
+adapter says so (`DRAFTS_ARG`): their declared interventions act on each row by itself. Any other traced request gets
+one token a step all the same, so that a step of it is a token of it. So its drafts are dropped when they come:
 
 - vLLM's synchronous scheduler is given the drafts behind a step (`update_draft_token_ids`).
 - The asynchronous one plans the next step before the drafts exist. It puts placeholders into the request, and the
@@ -11,7 +12,7 @@ its drafts are dropped when they come:
   step. Such a request can be traced: a preempted one whose KV was kept, or one whose prompt has one token. No request
   is padded in a step for which one waits.
 
-A plain request whose submission gives its first tokens (`forced_tokens`) is drafted behind these tokens.
+A drafted request whose submission gives its first tokens (`forced_tokens`) is drafted behind these tokens.
 
 A request that was paused for a step, or otherwise left out of one, can come back with placeholders for which the
 workers have no drafts. vLLM computes and rejects them.
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, FORCED_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, DRAFTS_ARG, EDITS_ARG, FORCED_ARG
 
 __all__ = ["Drafting", "is_plain", "step_tokens"]
 
@@ -73,7 +74,8 @@ class Drafting:
 
     def may_draft(self, request: Any) -> bool:
         """Whether the tokens of this request's next step are drafted."""
-        if not is_plain(request):
+        # The asynchronous scheduler counts drafts as taken until it knows better, and workers plan rows by its count.
+        if not is_plain(request) and (self.tracewire_placeholders or DRAFTS_ARG not in _arguments(request)):
             return False
         forced: int | None = getattr(request, "tracewire_forced", None)
         if forced is None:

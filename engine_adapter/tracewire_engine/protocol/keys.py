@@ -14,6 +14,7 @@ __all__ = [
     "CHECK_COLLECT",
     "CODE_IMPORTS",
     "DECLARED_ARG",
+    "DRAFTS_ARG",
     "EDITS_ARG",
     "END_ARG",
     "FORCED_ARG",
@@ -41,6 +42,8 @@ BLOCK_ARG = "tracewire_block"
 PERMIT_ARG = "tracewire_permit"
 #: Its declared interventions: an encoded list of `Placed`.
 DECLARED_ARG = "tracewire_declared"
+#: Whether its tokens are drafted, although it has declared interventions (`protocol/drafting.py`).
+DRAFTS_ARG = "tracewire_drafts"
 #: The packed live parameters of its run.
 LIVE_ARG = "tracewire_live"
 #: The name of its run, to which the live parameters belong.

@@ -236,10 +236,11 @@ class StepReporter:
             return
         collected = declared.collect(self._lens)
         unsent = self.unsent
-        for declaration, _, first in plan.declarations if declared.stale else ():
+        for one in plan.declarations if declared.stale else ():
+            declaration, index = one.declaration, one.index + plan.steps
             if declaration.failure is not None and not declaration.reported:
-                declaration.reported, declaration.failed_at = True, first + plan.steps
-                record = StepRecord(declaration.request, declaration.choice, first + plan.steps, NO_DELTAS, "error")
+                declaration.reported, declaration.failed_at = True, index
+                record = StepRecord(declaration.request, declaration.choice, index, NO_DELTAS, "error")
                 unsent.report.steps.append(record)
         link = self.link
         if collected is not None and link is not None:

@@ -19,8 +19,9 @@ vLLM's runner calls the methods below at these points of a step, in this order.
 * `begin_sampling`, `serve_logits` and `serve_samples`: blocks see the logits and the samples.
 * `end_step`: the step is reported.
 
-With speculative decoding, a plain request can have several rows of logits and several samples in a step. The requests
-beside it have one row of each all the same, and these are the rows that are served.
+With speculative decoding, a drafted request can have several rows of logits and several samples in a step. No block
+runs on it. The requests beside it have one row of each all the same, and blocks are served these rows. When the model
+has sampled, declared interventions are told how many drafts it took.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class TracewireRunner(RunnerParts):
         pipeline = self.tracewire_pipeline
         drafts: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self.tracewire_logit_rows = _last_rows(drafts, order) if drafts else []
-        self._follow_plans(scheduled, order, states, drafts)
+        # How many tokens each request has of its own, which come before its drafts.
+        own = {one: count - len(drafts.get(one, ())) for one, count in scheduled.items()} if drafts else scheduled
+        self._follow_plans(own, order, states)
         if book.requests:
             book.refuse_cut(scheduled, states)
             book.scope(model, [(request_id, scheduled[request_id]) for request_id in order])
@@ -145,10 +148,10 @@ class TracewireRunner(RunnerParts):
         ranks = self.tracewire_ranks
         self.tracewire_traced_step = ranks is not None and not ranks.requests.isdisjoint(scheduled)
         if self.tracewire_changed:
-            self.tracewire_reporter.applied([self._applied(run, scheduled) for run in self.tracewire_changed])
+            self.tracewire_reporter.applied([self._applied(run, own) for run in self.tracewire_changed])
         declared = self.tracewire_declared
         if declared.live:
-            declared.begin(order, scheduled, scheduler_output.total_num_scheduled_tokens, states)
+            declared.begin(order, scheduled, scheduler_output.total_num_scheduled_tokens, states, drafts)
             model.interleaver.arm(declared.hooks)
         elif declared.hooks:
             declared.begin([], {}, 0, {})
@@ -161,18 +164,19 @@ class TracewireRunner(RunnerParts):
         # vLLM runs a step without tokens when no request is left, so no later step would send the waiting reports.
         self.tracewire_reporter.send(wait=not scheduler_output.total_num_scheduled_tokens)
 
-    def _follow_plans(
-        self, scheduled: dict[str, int], order: list[str], states: Mapping[str, Any], drafts: Mapping[str, list[int]]
-    ) -> None:
-        """Put the scheduled changes of the step into effect, and find the rows whose tokens are given."""
+    def _follow_plans(self, own: dict[str, int], order: list[str], states: Mapping[str, Any]) -> None:
+        """Put the scheduled changes of the step into effect, and find the rows whose tokens are given.
+
+        A request whose tokens are given can have drafts that no one takes. `own` is how many tokens of each request the
+        step has, without drafts.
+        """
         book = self.tracewire_requests
         self.tracewire_forced = []
         if not book.scheduled and not book.forced:
             return
         planned = book.scheduled.keys() | book.forced.keys()
-        # The first token that a request samples. A request whose tokens are given can have drafts that no one takes.
-        own = {name: scheduled[name] - len(drafts.get(name, ())) for name in order if name in planned}
-        indices = {name: _token_index(states[name], count) for name, count in own.items()}
+        # Of the first token that each samples.
+        indices = {name: _token_index(states[name], own[name]) for name in order if name in planned}
         book.advance(indices)
         self.tracewire_forced = [
             (row, tokens[indices[name]])
@@ -202,7 +206,10 @@ class TracewireRunner(RunnerParts):
             self.tracewire_blocks.zero(unclean)
 
     def _applied(self, run: LiveRun, scheduled: dict[str, int]) -> Applied:
-        """The first token of each choice of a run that is computed with the run's changed live parameters."""
+        """The first token of each choice of a run that is computed with the run's changed live parameters.
+
+        `scheduled` is how many tokens of each request the step has, without drafts.
+        """
         first, states = [], self.request_states()
         for request_id, (request, choice) in run.requests.items():
             state = states.get(request_id)
@@ -274,7 +281,12 @@ class TracewireRunner(RunnerParts):
         """
         if drawn.shape[1] == 1:
             return self._serve_first(drawn)
-        return torch.cat((self._serve_first(drawn[:, :1]), drawn[:, 1:]), dim=1)
+        served = torch.cat((self._serve_first(drawn[:, :1]), drawn[:, 1:]), dim=1)
+        plan = self.tracewire_declared.plan
+        if plan is not None and plan.drafted:
+            # A negative id stands for a draft that was not taken.
+            plan.accept((served >= 0).sum(1).tolist())
+        return served
 
     def _serve_first(self, drawn: torch.Tensor) -> torch.Tensor:
         """Serve the sampled token ids `[requests, 1]` to blocks, and return those that count.

@@ -1,46 +1,24 @@
-"""Speculative decoding by n-grams: plain requests are drafted, traced ones are not, and all come to the same."""
+"""Speculative decoding by n-grams: requests come to the same, whether they are drafted or not."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-import tracewire
 from tests.support.blocks import parallel as blocks
-from tests.support.engine_inside import counts, engine_inside, forgotten
+from tests.support.drafted_kinds import DRAFTED
+from tests.support.engine_inside import counts
 from tests.support.engine_process import EngineProcess
 from tests.support.parallel.scenarios import SCENARIOS, outcome, same
-from tests.support.speculation import GREEDY, NGRAM, Compared, drafting, text, without_drafts
-from tracewire import Client, Live, Model, Steer
+from tests.support.speculation import GREEDY, Compared, apart, drafting, text, without_drafts
+from tracewire import AttentionPattern, Client, Hold, Live, Model, Probe, Steer, When
 from tracewire_bus.wire.messages import Drafts
 
 #: The scenarios that are not run in each session: all of them are, marked `full`.
 _SOON = ("logits_and_samples", "forced_tokens", "rests", "live", "declared_stop")
-
-
-@pytest.fixture(scope="module")
-async def drafted(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
-    """An engine that drafts by n-grams."""
-    async with engine_inside(speculative_config=NGRAM, max_num_seqs=64, kv_cache_memory_bytes=256 << 20) as served:
-        yield served
-        await forgotten(served[0])
-
-
-@pytest.fixture
-async def ours(drafted: tuple[Any, str]) -> AsyncIterator[Client]:
-    """A client of it."""
-    async with tracewire.connect(drafted[1]) as client:
-        yield client
-
-
-@pytest.fixture
-async def model_of_ours(ours: Client) -> Model:
-    """Its model."""
-    return await ours.models.get("demo", timeout=60)
 
 
 async def compared(ours: Client, theirs: Client, count: int, at_once: int, tokens: int) -> None:
@@ -53,18 +31,18 @@ async def compared(ours: Client, theirs: Client, count: int, at_once: int, token
     for number in range(count):
         (tokens_here, saves_here, drafts), (tokens_there, saves_there, none) = found[0][number], found[1][number]
         assert tokens_here == tokens_there, number
-        assert not same(saves_there, saves_here), number
+        assert not apart(saves_there, saves_here), number
         assert none == []
         assert [one.tokens for one in drafts] == [0 if without_drafts(number) else 3]
 
 
-async def test_traced_requests_beside_drafted_ones_come_to_what_they_do_without(
+async def test_requests_of_all_kinds_come_to_what_they_do_without_drafts(
     drafted: tuple[Any, str], ours: Client, engine: EngineProcess, client: Client
 ) -> None:
     before = await counts(drafted[0])
-    await compared(ours, client, 24, 12, 20)
+    await compared(ours, client, 4 * len(DRAFTED), 32, 20)
     after = await counts(drafted[0])
-    assert after["drafted"] - before["drafted"] > 24
+    assert after["drafted"] - before["drafted"] > 4 * len(DRAFTED)
     assert after["taken"] > before["taken"]
 
 
@@ -81,34 +59,47 @@ async def test_each_scenario_beside_drafted_requests(
     assert drafts["drafted"] > 0
 
 
+async def accepted_drafts(client: Client, model: Model, **options: Any) -> list[Drafts]:
+    """What `Accepted` says of the drafts of a short trace."""
+    async with client.trace(model, text(1), **options, **GREEDY, max_tokens=2) as trace:
+        await trace.result()
+        return (await client.get_state(trace.id)).accepted.drafts
+
+
 async def test_accepted_says_what_is_drafted_and_why_not(ours: Client, model_of_ours: Model) -> None:
-    edits = ours.edits("demo")
-    found = []
-    steer = Steer("residual(4)", [0.0] * 256, scale=Live("alpha"))
-    for options in (
-        {},
-        {"block": blocks.fed},
-        {"interventions": [steer], "live": {"alpha": 0.0}},
-        {"block": blocks.fed, "interventions": [steer], "live": {"alpha": 0.0}},
+    vector = [1.0] + [0.0] * 255
+    live = {"live": {"alpha": 0.0}}
+    steer = Steer("residual(4)", vector, scale=Live("alpha"))
+    score = Probe("score", "residual(3)", vector)
+    block, pattern = "a block runs once for each token", AttentionPattern("pattern", "heads(1)")
+    for options, drafts in (
+        ({}, Drafts(3)),
+        ({"interventions": [steer], **live}, Drafts(3)),
+        ({"block": blocks.fed}, Drafts(0, block)),
+        ({"block": blocks.fed, "interventions": [steer], **live}, Drafts(0, block)),
+        ({"interventions": [pattern]}, Drafts(0, "an AttentionPattern keeps the keys of each step")),
+        (
+            {"interventions": [score, Hold("held", "residual(3)", vector, "score", 1.0, min=-1.0, max=1.0)]},
+            Drafts(0, "a Hold goes on from the step before"),
+        ),
+        (
+            {"interventions": [score, Steer("residual(4)", vector, when=When(probe="score", above=0.0))]},
+            Drafts(0, "a condition on a probe goes on from the step before"),
+        ),
+        (
+            {"interventions": [steer], **live, "schedule": {1: {"alpha": 1.0}}},
+            Drafts(0, "scheduled changes of live parameters begin at a token of their own"),
+        ),
     ):
-        async with ours.trace(model_of_ours, text(1), **options, **GREEDY, max_tokens=2) as trace:
-            await trace.result()
-            found += (await ours.get_state(trace.id)).accepted.drafts
-    await edits.install("calm", blocks.fed)
+        assert await accepted_drafts(ours, model_of_ours, **options) == [drafts], options
+    edits = ours.edits("demo")
     try:
-        async with ours.trace(model_of_ours, text(1), **GREEDY, max_tokens=2) as trace:
-            await trace.result()
-            found += (await ours.get_state(trace.id)).accepted.drafts
+        await edits.install("calm", interventions=[Steer("residual(4)", vector, scale=2.0)])
+        assert await accepted_drafts(ours, model_of_ours) == [Drafts(3)]
+        await edits.install("wild", blocks.fed)
+        assert await accepted_drafts(ours, model_of_ours) == [Drafts(0, "a standing block runs once for each token")]
     finally:
         await edits.clear()
-    block, declared = "a block runs once for each token", "declared interventions run once for each token"
-    assert found == [
-        Drafts(3),
-        Drafts(0, block),
-        Drafts(0, declared),
-        Drafts(0, f"{block}; {declared}"),
-        Drafts(0, "standing interventions run once for each token"),
-    ]
 
 
 async def test_a_drafted_trace_is_paused_cancelled_and_given_its_first_tokens(

@@ -13,7 +13,7 @@ What a condition depends on lies in tensors that keep their places while a plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -145,6 +145,7 @@ class Windows:
         self._signals, self._total, self._ids = signals, total, ids
         self.rows = torch.full((total, MAX_TOKENS), _NONE, dtype=torch.int32, device=signals.device)
         self._current = False
+        self._spans = spans
         #: Of each window of a row that has one: where its ids lie in the step's ids, then the slots' ids.
         places, owners, slots, lasts = [], [], [], []
         for slot, start, count in spans:
@@ -172,6 +173,11 @@ class Windows:
             known = torch.cat([self._ids()[: self._total].to(torch.int32), self._signals.tokens.view(-1)])
             self.rows.index_copy_(0, self._owners, known[self._places])
         return self.rows
+
+    def shorten(self, rejected: Mapping[int | None, int]) -> None:
+        """Leave out the last rows of requests in `end_step`: by slot, how many are drafts that were not taken."""
+        lasts = [start + count - 1 - rejected.get(slot, 0) for slot, start, count in self._spans]
+        self._lasts = on_device(torch.tensor(lasts, dtype=torch.int64), self._signals.device)
 
     def end_step(self) -> None:
         """Note the last ids of the step that was served."""

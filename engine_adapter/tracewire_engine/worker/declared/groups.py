@@ -81,9 +81,10 @@ class Member:
         place: the intervention's place in its trace's list.
         index: of the token that the model samples from its first row, in the plan's first step.
         keys: whether its rows are those whose keys are kept for an attention pattern, and are not read.
+        draft: the number of the draft whose row it has, from 1 on; 0 if its rows are no draft's.
     """
 
-    __slots__ = ("at", "declaration", "index", "keys", "op", "place", "span")
+    __slots__ = ("at", "declaration", "draft", "index", "keys", "op", "place", "span")
 
     def __init__(
         self,
@@ -95,8 +96,10 @@ class Member:
         place: int = 0,
         index: int = 0,
         keys: bool = False,
+        draft: int = 0,
     ) -> None:
         self.keys = keys
+        self.draft = draft
         self.declaration = declaration
         self.op = op
         self.span = span
@@ -240,7 +243,7 @@ class Collector:
         self.members = members
         #: The intervention's place in its trace's list.
         self.order = order
-        self.rows = rows
+        self._counts = rows.counts
         self.one = one
         self.pattern = pattern
         self.found: list[torch.Tensor | None] = [None] * sites
@@ -278,6 +281,17 @@ class Collector:
         """Whether the read needs the model's head, which all ranks compute together."""
         return isinstance(self.one, LogitLens | Lens) and not any(found is None for found in self.found)
 
+    def keep(self, kept: Sequence[bool]) -> None:
+        """Drop the members that are not kept, with their rows."""
+        if all(kept):
+            return
+        rows = np.flatnonzero(np.repeat(kept, self.counts))
+        self.members = [one for one, stays in zip(self.members, kept, strict=True) if stays]
+        self._counts = [count for count, stays in zip(self._counts, kept, strict=True) if stays]
+        for site, values in enumerate(self.found):
+            if values is not None:
+                self.found[site] = values.index_select(0, on_device(torch.from_numpy(rows), values.device))
+
     def reset(self) -> None:
         """Drop the values of the step."""
         self.found = [None] * len(self.found)
@@ -292,7 +306,7 @@ class Collector:
     @property
     def counts(self) -> list[int]:
         """Rows of the result for each member."""
-        return [1] * len(self.members) if self.each_one else self.rows.counts
+        return [1] * len(self.members) if self.each_one else self._counts
 
     @property
     def each_one(self) -> bool:
@@ -360,7 +374,7 @@ def _beside(result: tuple[Collector, dict[str, torch.Tensor]]) -> Hashable:
     collector, parts = result
     rows = len(collector.members)
     if collector.counts == [1] * rows and all(len(values) == rows for values in parts.values()):
-        return tuple([id(member.declaration) for member in collector.members])
+        return tuple([(id(member.declaration), member.draft) for member in collector.members])
     return id(collector)
 
 

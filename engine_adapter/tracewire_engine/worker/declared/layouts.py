@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from tracewire_engine.protocol.messages import Layout, LayoutEntry, Part, Slot
 from tracewire_engine.worker.host_copy import TORCH_DTYPES
 
+from .drafted_rows import Served
 from .groups import Arrangement
-from .ops import Declaration
 
 __all__ = ["made_layout"]
 
 
-def made_layout(
-    number: int, declarations: Sequence[tuple[Declaration, int, int]], steps: int, arrangement: Arrangement
-) -> Layout:
-    """The layout of a plan's reads.
+def made_layout(number: int, declarations: Sequence[Served], steps: int, arrangement: Arrangement) -> Layout:
+    """The layout of a plan's reads. A request has an entry for each token that it has got by the step.
 
     Args:
         number: the layout's id.
-        declarations: of the plan, each with the index of the token that the plan's first step samples as the last item.
+        declarations: of the plan.
         steps: how many steps the plan has served before this one.
         arrangement: the place of each row of the reads.
     """
-    slots: dict[int, list[Slot]] = {id(declaration): [] for declaration, *_ in declarations}
+    slots: dict[tuple[int, int], list[Slot]] = {
+        (id(one.declaration), draft): [] for one in declarations for draft in range(one.taken + 1)
+    }
     for collector, places in arrangement.places:
         parts: list[list[Part]] = [[] for _ in collector.members]
         flat = collector.each_one or getattr(collector.one, "positions", "last") == "last"
@@ -38,11 +38,14 @@ def made_layout(
                 parts[index].append(Part(name, dtype, shape, offset + row * stride, count * size))
                 row += count
         for member, own in zip(collector.members, parts, strict=True):
-            slots[id(member.declaration)].append(Slot(getattr(member.op.one, "name", ""), own))
+            slots[id(member.declaration), member.draft].append(Slot(getattr(member.op.one, "name", ""), own))
     entries = []
-    for declaration, _, first in declarations:
+    for one in declarations:
+        declaration = one.declaration
         # A negative index: the prompt is not computed to its end, and the step samples no token.
-        if declaration.reads and first >= 0:
-            items = slots[id(declaration)]
-            entries.append(LayoutEntry(declaration.request, declaration.choice, first + steps, items))
+        if not declaration.reads or one.index < 0:
+            continue
+        for draft in range(one.taken + 1):
+            items = slots[id(declaration), draft]
+            entries.append(LayoutEntry(declaration.request, declaration.choice, one.index + steps + draft, items))
     return Layout(number, entries)

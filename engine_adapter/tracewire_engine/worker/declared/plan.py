@@ -12,8 +12,9 @@ in that order. They run before a block is served at the same location.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, 
 from .attention import AttentionSite, SiteGroup
 from .conditions import Signals, Windows
 from .connections import connect, made_windows
+from .drafted_rows import Served, pieces_of
 from .graph_proof import GraphProof, tensors_in
 from .groups import (
     Arrangement,
@@ -166,8 +168,7 @@ class _Plan:
     def __init__(self) -> None:
         self.hooks: dict[str, LocationHook] = {}
         self.collectors: list[Collector] = []
-        #: Each with the position after its last in the first step, and the index of the token that this step samples.
-        self.declarations: list[tuple[Declaration, int, int]] = []
+        self.declarations: list[Served] = []
         self.req_ids: list[str] = []
         self.computed: list[int] = []
         #: How many tokens each has in the step, and the places of those with declared interventions.
@@ -197,6 +198,36 @@ class _Plan:
         self.under_way = False
         #: By `buffered`.
         self.joins = {False: _Join(), True: _Join()}
+
+    def serve(self, declaration: Declaration, chunk: Chunk, drafts: int) -> Iterator[tuple[int, Chunk]]:
+        """Add a request that has so many drafts in the step. Returns its rows (`pieces_of`)."""
+        end = chunk.first + chunk.count
+        self.declarations.append(Served(declaration, end, end - drafts - chunk.prompt, drafts))
+        self.reads |= declaration.reads
+        self.steady &= chunk.first >= chunk.prompt and not drafts
+        return pieces_of(chunk, drafts)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether a request with declared interventions has drafts in the step, whose plan no other step has."""
+        return any(one.drafts for one in self.declarations)
+
+    def accept(self, sampled: Sequence[int]) -> None:
+        """Take how many tokens each request of the batch has got by a step with drafts, in the order of the batch."""
+        found = dict(zip(self.req_ids, sampled, strict=True))
+        for one in self.declarations:
+            one.taken = min(one.drafts, max(0, found[one.declaration.id] - 1))
+        if self.windows is not None:
+            self.windows.shorten({one.declaration.tokens: one.rejected for one in self.declarations})
+
+    def drop_rejected(self) -> None:
+        """Drop the reads of drafts that the model did not take."""
+        taken = {id(one.declaration): one.taken for one in self.declarations if one.drafts}
+        if not taken:
+            return
+        for collector in self.collectors:
+            collector.keep([one.draft <= taken.get(id(one.declaration), 0) for one in collector.members])
+        self.collectors = [one for one in self.collectors if one.members]
 
 
 class DeclaredRequests:
@@ -313,8 +344,18 @@ class DeclaredRequests:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def begin(self, req_ids: list[str], scheduled: dict[str, int], total: int, states: Mapping[str, Any]) -> None:
-        """Plan a step: `req_ids` in the order of the flat batch's rows, and how many tokens of each it computes."""
+    def begin(
+        self,
+        req_ids: list[str],
+        scheduled: dict[str, int],
+        total: int,
+        states: Mapping[str, Any],
+        drafts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """Plan a step: `req_ids` in the order of the flat batch's rows, and how many tokens of each it computes.
+
+        `drafts`: those of these tokens that are drafts, by request.
+        """
         self._end_step()
         if not self.live:
             self.plan, self.hooks = None, {}
@@ -332,7 +373,7 @@ class DeclaredRequests:
             or plan.counts != counts
             or any(computed[place] != plan.computed[place] + 1 for place in plan.places)
         ):
-            plan = self.plan = self._build(req_ids, scheduled, total, states, computed)
+            plan = self.plan = self._build(req_ids, counts, total, states, computed, drafts)
             self.stale = False
         else:
             plan.computed = computed
@@ -404,27 +445,30 @@ class DeclaredRequests:
                 hook.read(self.buffers.values(location), lasting=self.here is None)
 
     def _build(
-        self, req_ids: list[str], scheduled: dict[str, int], total: int, states: Mapping[str, Any], computed: list[int]
+        self,
+        req_ids: list[str],
+        counts: list[int],
+        total: int,
+        states: Mapping[str, Any],
+        computed: list[int],
+        drafts: Mapping[str, Sequence[int]],
     ) -> _Plan:
         plan = _Plan()
-        plan.req_ids, plan.computed, plan.steady = list(req_ids), computed, True
-        plan.counts = [scheduled.get(request_id, 0) for request_id in req_ids]
+        plan.req_ids, plan.computed, plan.counts, plan.steady = list(req_ids), computed, counts, True
         plan.places = [place for place, request_id in enumerate(req_ids) if request_id in self.live]
         if self.plan is not None:
-            for earlier, position, _ in self.plan.declarations:
-                earlier.seen = max(earlier.seen, position + self.plan.steps)
+            for served in self.plan.declarations:
+                earlier = served.declaration
+                earlier.seen = max(earlier.seen, served.end - served.rejected + self.plan.steps)
         gathered: dict[tuple[Any, ...], list[Member]] = {}
         start = 0
-        for request_id, first in zip(req_ids, computed, strict=True):
-            count = scheduled.get(request_id, 0)
+        for request_id, first, count in zip(req_ids, computed, counts, strict=True):
             declaration = self.live.get(request_id)
             if declaration is not None and count and declaration.failure is None:
-                prompt = states[request_id].num_prompt_tokens
-                plan.steady &= first >= prompt
-                plan.declarations.append((declaration, first + count, first + count - prompt))
-                plan.reads |= declaration.reads
+                chunk = Chunk(start, first, count, states[request_id].num_prompt_tokens)
                 declaration.begin_rows(self.signals, start, count, first)
-                _gather(plan, gathered, declaration, Chunk(start, first, count, prompt), self.fail)
+                for draft, piece in plan.serve(declaration, chunk, len(drafts.get(request_id, ()))):
+                    _gather(plan, gathered, declaration, piece, draft, self.fail)
             start += count
         known: dict[tuple[tuple[int, int], ...], Rows] = {}
         for (order, (sites, _), *_), members in sorted(gathered.items(), key=_in_order):
@@ -454,7 +498,7 @@ class DeclaredRequests:
                     group.begin(self._device)
                 hook.groups.append(group)
         groups = [group for hook in plan.hooks.values() for group in hook.groups]
-        plan.windows = made_windows(self.signals, [one for one, *_ in plan.declarations], total, self.ids)
+        plan.windows = made_windows(self.signals, [one.declaration for one in plan.declarations], total, self.ids)
         plan.conditional = connect(self.signals, groups, plan.windows)
         return plan
 
@@ -494,19 +538,8 @@ class DeclaredRequests:
 
     def supply(self, read: list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]) -> None:
         """Take the reads of another stage in this step, as returned by `read` there."""
-        if self.plan is None or not read:
-            return
-        rows: dict[tuple[int, int, str, int], torch.Tensor] = {}
-        for order, site, members, values in read:
-            pieces = values.split([count for _, _, count in members])
-            for (request, choice, _), piece in zip(members, pieces, strict=True):
-                rows[order, site, request, choice] = piece
-        for collector in self.plan.collectors:
-            for site in range(len(collector.found)):
-                keys = [(collector.order, site, request, choice) for request, choice, _ in collector.described()]
-                if all(key in rows for key in keys):
-                    pieces = [rows[key] for key in keys]
-                    collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if self.plan is not None and read:
+            _supply(self.plan.collectors, read)
 
     def failures(self) -> dict[str, Failure]:
         """Requests whose interventions have failed on this stage since the last call, by the scheduler's names."""
@@ -548,6 +581,7 @@ class DeclaredRequests:
                 join.tried = True
                 self._record_join(plan, join)
         self._read_buffers(plan)
+        plan.drop_rejected()
         found: Results = []
         for collector in plan.collectors:
             results = None
@@ -596,6 +630,21 @@ class DeclaredRequests:
             join.flat = joined[0]
 
 
+def _supply(collectors: list[Collector], read: list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]) -> None:
+    """Give the collectors the reads of another stage."""
+    rows: dict[tuple[int, int, str, int], torch.Tensor] = {}
+    for order, site, members, values in read:
+        pieces = values.split([count for _, _, count in members])
+        for (request, choice, _), piece in zip(members, pieces, strict=True):
+            rows[order, site, request, choice] = piece
+    for collector in collectors:
+        for site in range(len(collector.found)):
+            keys = [(collector.order, site, request, choice) for request, choice, _ in collector.described()]
+            if all(key in rows for key in keys):
+                pieces = [rows[key] for key in keys]
+                collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
 def _in_order(item: tuple[tuple[Any, ...], list[Member]]) -> tuple[int, bool]:
     """By the place of the intervention in its list; keys before the queries that need them."""
     (order, *_), members = item
@@ -607,18 +656,22 @@ def _gather(
     gathered: dict[tuple[Any, ...], list[Member]],
     declaration: Declaration,
     chunk: Chunk,
+    draft: int,
     fail: Callable[[list[Member], Exception], None],
 ) -> None:
-    """Add interventions to those with which they can share a group. Those that do not fit the prompt fail."""
+    """Add interventions to those with which they can share a group. Those that do not fit the prompt fail.
+
+    `draft`: the number of the draft whose row the chunk is, from 1 on; else 0.
+    """
     generates, unseen = chunk.count == 1 and chunk.first >= chunk.prompt, chunk.first >= declaration.seen
     span, index = (chunk.start, 1), chunk.first - chunk.prompt + 1
     for order, op in enumerate(declaration.ops):
         if generates and op.each_token and (unseen or not op.reads):
-            member = Member(declaration, op, span, place=order, index=index)
+            member = Member(declaration, op, span, place=order, index=index, draft=draft)
             gathered.setdefault((order, op.grouping), []).append(member)
             continue
         try:
-            members = _members_of(declaration, order, chunk)
+            members = _members_of(declaration, order, chunk, draft)
         except ValueError as error:
             fail([Member(declaration, op, (chunk.start, 0))], error)
             continue
@@ -632,7 +685,7 @@ def _gather(
             gathered.setdefault(key, []).append(member)
 
 
-def _members_of(declaration: Declaration, place: int, chunk: Chunk) -> list[Member]:
+def _members_of(declaration: Declaration, place: int, chunk: Chunk, draft: int) -> list[Member]:
     """An intervention's rows in a step.
 
     Raises:
@@ -640,7 +693,7 @@ def _members_of(declaration: Declaration, place: int, chunk: Chunk) -> list[Memb
     """
     op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
     members = [
-        Member(declaration, op, (start, count), at, place=place, index=index + start)
+        Member(declaration, op, (start, count), at, place=place, index=index + start, draft=draft)
         for start, count, at in spans_of(op, declaration, chunk)
     ]
     if isinstance(op.one, AttentionPattern):

@@ -10,11 +10,13 @@ import pytest
 
 from tests.support.standing_edits import PlayedClient, standing
 from tracewire_bus.bus import Bus
-from tracewire_bus.wire.messages import Failure
-from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _asked
+from tracewire_bus.domain.intervention_checks import normalize
+from tracewire_bus.wire.messages import AttentionPattern, Failure, Steer
+from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _arguments, _asked
 from tracewire_engine.adapter.report_router import ReportRouter
 from tracewire_engine.adapter.standing_edits import RequestEdits, RunnableEdit
-from tracewire_engine.protocol.messages import EditBlock, FinishRecord
+from tracewire_engine.protocol.keys import DECLARED_ARG, DRAFTS_ARG, EDITS_ARG
+from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
 
 
 async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
@@ -65,6 +67,22 @@ def test_edits_are_asked_for_by_a_list_or_by_one_string(asked: Any) -> None:
     names, left = _asked(params)
     assert names == ["calm", "b"]
     assert left.extra_args == {"other": 1}
+
+
+def test_a_request_under_declared_edits_alone_may_be_drafted() -> None:
+    steer, pattern = (
+        msgspec.Raw(msgspec.msgpack.encode(Placed(one, [("layer.1.output", True)], False)))
+        for one in normalize([Steer("", [1.0]), AttentionPattern("pattern", "")])
+    )
+    block = EditBlock(name="guard", block=msgspec.Raw(b"\xc0"), fatal=True)
+
+    def found(block: EditBlock | None, *placed: msgspec.Raw) -> set[str]:
+        return set(_arguments(RequestEdits([RunnableEdit("one", 1, "all", True, 10, block, list(placed), False)])))
+
+    assert found(None, steer) == {DECLARED_ARG, DRAFTS_ARG}
+    assert found(None, steer, pattern) == {DECLARED_ARG}
+    assert found(block, steer) == {DECLARED_ARG, EDITS_ARG}
+    assert found(block) == {EDITS_ARG}
 
 
 @pytest.mark.parametrize("counted", [True, False])

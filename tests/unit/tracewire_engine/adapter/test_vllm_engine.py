@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -16,7 +17,7 @@ from tracewire_bus.wire.messages import Drafts
 from tracewire_engine.adapter.engine_api import EngineLost, Rejection
 from tracewire_engine.adapter.vllm_engine import VllmEngine, _drafts, _VllmOutputs
 from tracewire_engine.launch.cli import _untapped
-from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, EDITS_ARG, FORCED_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, DRAFTS_ARG, FORCED_ARG
 
 
 class Queue:
@@ -116,15 +117,17 @@ async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:
     [
         ((), Drafts(3)),
         ((FORCED_ARG,), Drafts(3)),
+        ((DECLARED_ARG,), Drafts(3)),
         ((BLOCK_ARG,), Drafts(0, "a block runs once for each token")),
-        ((EDITS_ARG,), Drafts(0, "standing interventions run once for each token")),
-        (
-            (DECLARED_ARG, BLOCK_ARG),
-            Drafts(0, "a block runs once for each token; declared interventions run once for each token"),
-        ),
+        ((DECLARED_ARG, BLOCK_ARG), Drafts(0, "a block runs once for each token")),
     ],
 )
 def test_a_request_is_told_whether_it_is_drafted(arguments: tuple[str, ...], drafts: Drafts) -> None:
-    config = SimpleNamespace(num_speculative_tokens=3)
-    assert _drafts(config, dict.fromkeys(arguments, b"")) == drafts
-    assert _drafts(None, dict.fromkeys(arguments, b"")) is None
+    """The scheduler is told of one with declared interventions alone."""
+    config = SimpleNamespace(speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False))
+    given = dict.fromkeys(arguments, msgspec.msgpack.encode([]))
+    assert _drafts(config, given) is None
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+    assert given.keys() == set(arguments)
+    assert _drafts(config, given) == drafts
+    assert (DRAFTS_ARG in given) == (arguments == (DECLARED_ARG,))

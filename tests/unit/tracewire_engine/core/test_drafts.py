@@ -1,4 +1,4 @@
-"""Drafts in vLLM's schedulers, without an engine: plain requests have them, traced ones have one token in each step.
+"""Drafts in vLLM's schedulers, without an engine: which requests have them, and which have one token in each step.
 
 The made-up worker (`tests/support/schedulers.py`) drafts tokens, some of which are wrong. It checks that the KV that
 each token reads is of the request's own text.
@@ -43,9 +43,33 @@ def test_plain_requests_are_drafted_and_traced_ones_beside_them_are_not(config: 
     assert core.count("plain") < 20
 
 
+def test_a_trace_that_the_adapter_lets_be_drafted_is(config: Any, depth: int) -> None:
+    """Its prompt is computed in one step all the same. With asynchronous scheduling it gets a token a step."""
+    core = Core(config, 60, depth, "fcfs")
+    core.add("drafted", prompt(1, STEP + 8), 24, traced=True, drafted=True)
+    core.add("traced", prompt(2, 6), 24, traced=True)
+    core.settle()
+    assert core.generated == {"drafted": alone(prompt(1, STEP + 8), 24), "traced": alone(prompt(2, 6), 24)}
+    counts = core.worker.counts["drafted"]
+    assert counts[0] == STEP + 8
+    assert max(counts[1:]) == (1 + DRAFTS if depth == 1 else 1)
+    assert core.worker.tried.keys() == ({"drafted"} if depth == 1 else set())
+    assert (core.count("drafted") < 20) == (depth == 1)
+    assert core.worker.counts["traced"] == [6] + [1] * 23
+
+
 def test_a_request_is_drafted_behind_the_tokens_that_it_is_given(config: Any, depth: int) -> None:
     core = Core(config, 60, depth, "fcfs")
     core.add("given", prompt(1, 6), 24, forced=5)
+    core.settle()
+    counts = core.worker.counts["given"]
+    assert counts[:5] == [6, 1, 1, 1, 1]
+    assert max(counts[5:]) == 1 + DRAFTS
+
+
+def test_a_trace_is_drafted_behind_the_tokens_that_it_is_given(config: Any) -> None:
+    core = Core(config, 60, 1, "fcfs")
+    core.add("given", prompt(1, 6), 24, forced=5, traced=True, drafted=True)
     core.settle()
     counts = core.worker.counts["given"]
     assert counts[:5] == [6, 1, 1, 1, 1]
@@ -67,6 +91,22 @@ def test_a_trace_whose_prompt_is_one_token_is_not_padded(config: Any, depth: int
         "short": alone(prompt(3, 1), 8),
     }
     assert not core.scheduler._may_pad_wrongly()
+
+
+def test_a_preempted_trace_with_drafts_goes_on_where_it_was(config: Any) -> None:
+    """The workers keep what it has computed without the drafts that were not taken."""
+    core = Core(config, 14, 1, "fcfs")
+    core.add("plain", prompt(1, 4), 24)
+    for number in (2, 3):
+        core.add(f"r{number}", prompt(number, 4), 20, traced=True, drafted=True)
+    core.settle()
+    assert core.scheduler.counts()["preemptions"] > 0
+    for number in (2, 3):
+        counts = core.worker.counts[f"r{number}"]
+        assert counts[0] == 4
+        assert max(counts[1:]) == 1 + DRAFTS
+        assert core.generated[f"r{number}"] == alone(prompt(number, 4), 20)
+    assert core.generated["plain"] == alone(prompt(1, 4), 24)
 
 
 def test_a_preempted_trace_goes_on_with_one_token_where_it_was(config: Any, depth: int) -> None:
@@ -121,10 +161,13 @@ def test_requests_that_come_pause_and_go_get_their_own_tokens(config: Any, depth
     dice = random.Random(f"{seed} {policy} {depth}")
     core = Core(config, dice.choice((14, 20, 60)), depth, policy)
     wanted: dict[str, list[int]] = {}
+    undrafted: set[str] = set()
     for number in range(1, 11):
         length, count = dice.choice((1, 3, 9, 17)), dice.randrange(1, 24)
-        traced = dice.random() < 0.5
-        core.add(f"r{number}", prompt(number, length), count, dice.randrange(3), traced=traced)
+        traced, drafted = dice.random() < 0.7, dice.random() < 0.5
+        core.add(f"r{number}", prompt(number, length), count, dice.randrange(3), traced=traced, drafted=drafted)
+        if traced and (not drafted or depth > 1):
+            undrafted.add(f"r{number}")
         wanted[f"r{number}"] = alone(prompt(number, length), count)
         for _ in range(dice.randrange(4)):
             core.step()
@@ -135,6 +178,6 @@ def test_requests_that_come_pause_and_go_get_their_own_tokens(config: Any, depth
     core.scheduler.resume_requests(list(wanted))
     core.settle(600)
     assert core.generated == wanted
-    assert core.worker.tried.keys().isdisjoint(core.traced)
+    assert core.worker.tried.keys().isdisjoint(undrafted)
     counts = core.scheduler.counts()
     assert (counts["requests"], counts["kept"], counts["free_blocks"]) == (0, 0, counts["blocks"])

@@ -42,6 +42,9 @@ class _Planned(TracewireRunner):
         self.advanced: dict[str, int] = {}
         self.tracewire_requests: Any = SimpleNamespace(forced=forced, scheduled=scheduled, advance=self.advanced.update)
         self.tracewire_unwatched = True
+        found: list[list[int]] = []
+        plan = SimpleNamespace(drafted=False, found=found, accept=found.append)
+        self.tracewire_declared: Any = SimpleNamespace(plan=plan)
 
 
 def _state(computed: int, prompt: int) -> Any:
@@ -54,7 +57,7 @@ def test_given_tokens_replace_the_rows_of_their_steps() -> None:
     order = ["d", "b", "a", "c", "e"]
     states = {"a": _state(0, 4), "b": _state(6, 5), "c": _state(9, 3), "d": _state(0, 2), "e": _state(0, 8)}
     scheduled = {"a": 4, "b": 1, "c": 1, "d": 2, "e": 3}
-    runner._follow_plans(scheduled, order, states, {})
+    runner._follow_plans(scheduled, order, states)
     assert runner.tracewire_forced == [(1, 9), (2, 5)]
     assert runner.advanced == {"a": 0, "b": 2, "c": 7, "e": -5}
     drawn = torch.tensor([[40], [41], [42], [43], [44]], dtype=torch.int32)
@@ -67,25 +70,33 @@ def test_given_tokens_replace_the_rows_of_their_steps() -> None:
 
 def test_a_step_without_plans_costs_nothing() -> None:
     runner = _Planned({}, {})
-    runner._follow_plans({"a": 1}, ["a"], {}, {})
+    runner._follow_plans({"a": 1}, ["a"], {})
     assert runner.tracewire_forced == []
     assert runner.advanced == {}
 
 
 def test_scheduled_requests_are_told_their_tokens() -> None:
     runner = _Planned({}, {"a": object()})
-    runner._follow_plans({"a": 1, "b": 1}, ["b", "a"], {"a": _state(7, 4), "b": _state(1, 1)}, {})
+    runner._follow_plans({"a": 1, "b": 1}, ["b", "a"], {"a": _state(7, 4), "b": _state(1, 1)})
     assert runner.advanced == {"a": 4}
 
 
 def test_tokens_are_given_in_steps_with_drafts_of_others() -> None:
-    """`a` is drafted. `b` gets its second token, and has placeholders in the place of drafts, which nobody takes."""
+    """`a` is drafted. `b` gets its second token, and has placeholders in the place of drafts, which nobody takes.
+
+    Declared interventions are told how many tokens each has got.
+    """
     runner = _Planned({"b": [7, 8]}, {})
     states = {"a": _state(9, 4), "b": _state(6, 6)}
-    runner._follow_plans({"a": 3, "b": 3}, ["a", "b"], states, {"a": [50, 51], "b": [-1, -1]})
+    runner._follow_plans({"a": 1, "b": 1}, ["a", "b"], states)
     assert runner.tracewire_forced == [(1, 8)]
     drawn = torch.tensor([[40, 41, -1], [42, -1, -1]], dtype=torch.int32)
+    plan: Any = runner.tracewire_declared.plan
     assert runner.serve_samples(drawn).tolist() == [[40, 41, -1], [8, -1, -1]]
+    assert plan.found == []
+    plan.drafted = True
+    runner.serve_samples(drawn)
+    assert plan.found == [[2, 1]]
 
 
 def test_the_last_row_of_each_request_is_served_of_a_step_with_drafts() -> None:

@@ -73,6 +73,19 @@ def test_windows_have_the_last_ids_of_their_own_request() -> None:
     assert (signals.tokens[slots[0]] < 0).all()
 
 
+def test_ids_of_drafts_that_were_not_taken_are_forgotten() -> None:
+    signals = Signals(CPU)
+    slots = [signals.take(), signals.take()]
+    windows = Windows(signals, [(slots[0], 0, 3), (slots[1], 3, 2)], 5, lambda: torch.tensor([1, 2, 3, 8, 9]))
+    # While it is not known which drafts are taken, a row's window has the drafts before it.
+    assert windows.take()[2, -3:].tolist() == [1, 2, 3]
+    windows.shorten({slots[0]: 2, None: 1})
+    windows.end_step()
+    later = Windows(signals, [(slots[0], 0, 1), (slots[1], 1, 1)], 2, lambda: torch.tensor([5, 6])).take()
+    assert later[0, -2:].tolist() == [1, 5]
+    assert later[1, -3:].tolist() == [8, 9, 6]
+
+
 def test_a_mask_takes_all_parts_of_a_condition_and_the_tick() -> None:
     signals = Signals(CPU)
     slot = signals.take()

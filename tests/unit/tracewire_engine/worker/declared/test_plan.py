@@ -33,6 +33,12 @@ def test_plans_are_the_same_where_interventions_refer_to_their_arrays(seed: int,
     assert list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drafted_row_is_served_as_a_step_of_its_own_would_be(seed: int) -> None:
+    """Edits act on all rows, and reads come from those that the model took, each with its token's index."""
+    play(seed, DeclaredRequests(torch.device("cpu")), drafts=3)
+
+
 def test_the_same_batch_again_costs_no_new_plan() -> None:
     rng = random.Random(5)
     declared = DeclaredRequests(torch.device("cpu"))
