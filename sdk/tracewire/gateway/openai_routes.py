@@ -389,7 +389,10 @@ class CompletionStream(EventSource):
         """The chunks behind a good end."""
         final = await self._trace.final()
         answer = self._answer
-        found = [answer.chunk([answer.ended(answer.index(*where), "stop")]) for where in self._continuity.unfinished()]
+        found = []
+        for where in self._continuity.unfinished(len(self._completion.body.prompts()), self._completion.body.choices):
+            index = answer.index(*where)
+            found += [*self._opening(index), answer.chunk([answer.ended(index, "stop")])]
         options = self._completion.body.stream_options
         if self._extended:
             found.append(answer.chunk([answer.empty()], tracewire=await self._final(final)))

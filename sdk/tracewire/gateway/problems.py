@@ -209,6 +209,10 @@ def of_validation(errors: Sequence[Any], *, openai: bool) -> Problem:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return Problem(400, f"the body is not JSON: {reason}", code="invalid_json", field=where)
+    if first["type"] == "model_attributes_type" and isinstance(first.get("input"), bytes):
+        # FastAPI reads no other body as JSON, so that a page cannot post one without asking first.
+        expected = "expected a JSON body with the header Content-Type: application/json"
+        return Problem(status, expected, code="invalid_request", field="Content-Type")
     unknown = first["type"] == "extra_forbidden"
     message = "unknown field: the gateway does not have it" if unknown else str(first["msg"])
     field = ".".join(one for one in path if not _ALTERNATIVE.fullmatch(one)) or where
