@@ -7,6 +7,7 @@ The gateway sends each event as one JSON text. A client sends `{"do": "steer", "
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import monotonic
 from typing import Annotated, Any
 
@@ -60,8 +61,13 @@ async def connect(
         gateway.check_visible(caller, trace_id)
         point = resume_point(None, since)
         subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
-        with gateway.patience():
-            await subscription.check()
+        try:
+            with gateway.patience():
+                await subscription.check()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await subscription.aclose()
+            raise
     except Problem as problem:
         await socket.close(_POLICY, problem.message[:120])
         return
@@ -92,7 +98,8 @@ class _Conversation:
         self._form = form
         #: One message at a time.
         self._lock = anyio.Lock()
-        self._code = _NORMAL
+        #: Unless the trace ends first: the client stalls, sends bytes, or has a key that holds no longer.
+        self._code = _POLICY
 
     async def run(self) -> None:
         """Serve until the trace has ended, the client has left or stalls, or the gateway stops."""
@@ -132,11 +139,13 @@ class _Conversation:
         try:
             async for event in self._subscription:
                 await self._send(await feed_json(event, self._content, self._form, self._subscription.trace_id, limit))
+            self._code = _NORMAL
         except TracewireError as error:
             self._code = _INTERNAL
-            await self._send({"type": "broken", **of_error(error).details()})
+            with suppress(TimeoutError, WebSocketDisconnect):
+                await self._send({"type": "broken", **of_error(error).details()})
         except (TimeoutError, WebSocketDisconnect):
-            self._code = _POLICY
+            return
 
     async def _take_orders(self, scope: anyio.CancelScope) -> None:
         try:
