@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tracewire_bus.domain.identity import acting_for
 from tracewire_bus.log_fields import add_log_fields
 
-from .browser_sockets import authorization_of, check_origin, header_of
+from .browser_sockets import authorization_of, check_host, check_origin, header_of
 from .dashboard_files import is_dashboard
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
@@ -57,6 +57,8 @@ class Guard:
         try:
             if gateway.closing:
                 raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
+            if not gateway.keys.can_change:
+                check_host(scope, gateway.settings.cors)
             authorization = authorization_of(scope)
             # A page of any origin can send a request without a key that changes something. It cannot read the answer.
             if scope["type"] == "websocket" or (authorization is None and scope["method"] not in _READING):

@@ -184,7 +184,9 @@ class Keys:
             return True
         self._refresh()
         now = self._keys.get(bytes.fromhex(caller.sha256))
-        return now is not None and (now.name, now.tenant) == (caller.name, caller.tenant) and now.rights >= caller.rights
+        if now is None or (now.name, now.tenant) != (caller.name, caller.tenant):
+            return False
+        return now.rights >= caller.rights
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller with this `Authorization` header.
