@@ -81,8 +81,11 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             retry_timeout=max(20.0, settings.patience_s),
         )
         async with client as connected:
-            app.state.gateway = Gateway(connected, settings, keys)
-            yield
+            gateway = app.state.gateway = Gateway(connected, settings, keys)
+            try:
+                yield
+            finally:
+                await gateway.detached.aclose()
 
     middleware = [Middleware(Guard)]
     if settings.tracing:

@@ -142,8 +142,7 @@ class _ResponseStream(CompletionStream):
 
     async def rendered(self, item: Item) -> bytes:
         """See `EventSource.rendered`."""
-        self._position = item.id
-        self._completion.measured.item(item)
+        self._completion.read(item)
         return b"".join(_encoded(event, item.id) for event in await self._events_of(item))
 
     async def ending(self) -> bytes:
@@ -175,7 +174,7 @@ class _ResponseStream(CompletionStream):
         return found
 
     def _failed_event(self, problem: Problem) -> dict[str, Any]:
-        about = {"trace_id": self._trace.id, "position": self._position, **problem.more}
+        about = {"trace_id": self._trace.id, "position": self._completion.position, **problem.more}
         return self._events.failed(problem.openai()["error"], tracewire=about)
 
 

@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection
 from tracewire import Client, UnknownModel, UnknownTrace
 
 from .admissions import Admissions
+from .detached import DetachedTokens
 from .keys import EVERYBODY, Caller, Keys, Right
 from .limits import Limits
 from .measured import SteerTimes
@@ -40,6 +41,7 @@ class Gateway:
         self.settings = settings
         self.keys = keys
         self.limits = Limits(settings.concurrency)
+        self.detached = DetachedTokens(client, self.limits)
         self.admissions = Admissions(keys, age_s=settings.keys_age_s)
         self.streams = Streams(keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
         self.sockets: set[anyio.CancelScope] = set()

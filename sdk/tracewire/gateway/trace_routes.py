@@ -85,6 +85,7 @@ async def submit(body: TraceBody, request: Request, gateway: TheGateway, caller:
     try:
         await unless_left(request, start)
     finally:
+        gateway.detached.count(caller, trace.id)
         with anyio.CancelScope(shield=True):
             await trace.aclose()
     return _json(_submitted(trace), 202, Location=f"/traces/{trace.id}", Tracewire_Trace_Id=trace.id)
