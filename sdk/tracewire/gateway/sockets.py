@@ -8,7 +8,6 @@ The gateway sends each event as one JSON text. A client sends `{"do": "steer", "
 from __future__ import annotations
 
 from contextlib import suppress
-from time import monotonic
 from typing import Annotated, Any
 
 import anyio
@@ -19,11 +18,11 @@ from starlette.websockets import WebSocketDisconnect
 from tracewire import Subscription, TracewireError
 
 from .browser_sockets import subprotocol_of
-from .json_values import Form, values_of
+from .json_values import Form
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway
-from .trace_routes import Content, author, feed_json, resume_point
+from .trace_routes import Content, author, feed_json, resume_point, steered
 
 __all__ = ["router"]
 
@@ -160,6 +159,7 @@ class _Conversation:
         try:
             order = msgspec.json.decode(text, type=Order)
             head["id"] = order.id
+            self._gateway.admit_order(self._caller, text)
             return {**head, **await self._execute(order)}
         except (msgspec.MsgspecError, RecursionError) as error:
             problem = Problem(422, f"expected an order: {error}", code="invalid_request")
@@ -175,11 +175,7 @@ class _Conversation:
         with self._gateway.patience():
             match order.do:
                 case "steer":
-                    values = values_of(order.values, "live", arrays=True)
-                    begun = monotonic()
-                    version = await client.steer(trace_id, values, if_version=order.if_version, by=by)
-                    self._gateway.steer_times.begin(trace_id, version, begun)
-                    return {"version": version}
+                    return {"version": await steered(self._gateway, trace_id, order.values, order.if_version, by)}
                 case "pause":
                     return {"paused": await client.pause(trace_id, by=by)}
                 case "resume":

@@ -126,6 +126,17 @@ class Gateway:
                 return info.name, error.model
         raise error
 
+    def admit_order(self, caller: Caller, text: str) -> None:
+        """Check an order over a WebSocket against the limits of its key, as a request is checked.
+
+        Raises:
+            Problem: the order is too large, or the key has used up a rate.
+        """
+        most = caller.body_bytes or self.settings.body_bytes
+        if len(text) > most or len(text.encode("utf-8", "replace")) > most:
+            raise Problem(413, f"an order of this key may have {most} bytes", code="body_too_large")
+        self.limits.order(caller)
+
     def check_visible(self, caller: Caller, trace_id: str) -> None:
         """Check that a caller may see a trace.
 

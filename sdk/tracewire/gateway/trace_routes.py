@@ -37,7 +37,7 @@ from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import RETRY, EventSource, encoded, unless_left
 from .submitting import detached_trace
 
-__all__ = ["EventFeed", "author", "feed_json", "resume_point", "router", "version_of"]
+__all__ = ["EventFeed", "author", "feed_json", "resume_point", "router", "steered", "version_of"]
 
 router = APIRouter(prefix="/traces", tags=["traces"])
 
@@ -381,27 +381,31 @@ async def steer(
 ) -> Response:
     """Change live parameters, all of them at once. `If-Match`, or `if_version`, makes it a compare-and-set."""
     gateway.check_visible(caller, trace_id)
-    wanted, begun = version_of(if_match), monotonic()
-    outcome = "refused"
+    wanted = version_of(if_match)
+    if_version = body.if_version if wanted is None else wanted
     try:
         with gateway.patience():
-            version = await gateway.client.steer(
-                trace_id,
-                values_of(body.values, "live", arrays=True),
-                if_version=body.if_version if wanted is None else wanted,
-                by=author(caller, body.by),
-            )
-        outcome = "accepted"
-        gateway.steer_times.begin(trace_id, version, begun)
+            version = await steered(gateway, trace_id, body.values, if_version, author(caller, body.by))
     except VersionConflict as error:
         problem = of_error(error)
         if wanted is not None:
             problem.status, problem.field = 412, "If-Match"
         problem.headers["ETag"] = _etag(error.version)
         raise problem from error
+    return _json({"version": version}, ETag=_etag(version))
+
+
+async def steered(gateway: Gateway, trace_id: str, values: Any, if_version: int | None, by: str) -> int:
+    """Change live parameters, count the change and its time, and return the new version."""
+    begun, outcome = monotonic(), "refused"
+    try:
+        given = values_of(values, "live", arrays=True)
+        version = await gateway.client.steer(trace_id, given, if_version=if_version, by=by)
+        outcome = "accepted"
+        gateway.steer_times.begin(trace_id, version, begun)
     finally:
         gateway.metrics.steers.labels(outcome).inc()
-    return _json({"version": version}, ETag=_etag(version))
+    return version
 
 
 @router.post(
