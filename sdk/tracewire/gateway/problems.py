@@ -14,6 +14,7 @@ from tracewire import (
     ClosedError,
     ConflictError,
     ConnectError,
+    EditConflict,
     EditFailed,
     EntryConflict,
     IntegrityError,
@@ -139,7 +140,7 @@ def of_error(error: TracewireError, *, openai: bool = False) -> Problem:
         field = _openai_field(field)
     message = getattr(error, "message", None)
     more = {name: getattr(error, name, None) for name in ("filename", "line", "trace_id", "nearest")}
-    if isinstance(error, VersionConflict | EntryConflict):
+    if isinstance(error, VersionConflict | EditConflict | EntryConflict):
         more["version"] = error.version
     if isinstance(error, TraceCancelled):
         more |= {"by": error.by, "reason": error.reason}
