@@ -43,6 +43,8 @@ __all__ = ["create_app"]
 
 logger = logging.getLogger("tracewire.gateway")
 
+#: Our own headers of answers.
+TRACEWIRE_HEADERS = ("Tracewire-Trace-Id", "Tracewire-Dtype", "Tracewire-Shape")
 #: nginx's status for a client that has left before its answer. Nobody reads it but the metrics.
 _LEFT = 499
 
@@ -79,8 +81,11 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             retry_timeout=max(20.0, settings.patience_s),
         )
         async with client as connected:
-            app.state.gateway = Gateway(connected, settings, keys)
-            yield
+            gateway = app.state.gateway = Gateway(connected, settings, keys)
+            try:
+                yield
+            finally:
+                await gateway.detached.aclose()
 
     middleware = [Middleware(Guard)]
     if settings.tracing:
@@ -93,8 +98,9 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "If-Match", "Last-Event-ID", "traceparent", "tracestate"],
-            expose_headers=["ETag", "Location", "Retry-After", "Tracewire-Trace-Id"],
+            # Any: OpenAI's client for browsers sends a dozen of its own, and the key is what counts.
+            allow_headers=["*"],
+            expose_headers=["ETag", "Location", "Retry-After", "X-Should-Retry", *TRACEWIRE_HEADERS],
         )
         middleware.insert(0, cors)
     app = Application(

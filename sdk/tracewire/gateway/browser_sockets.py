@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -15,7 +16,10 @@ from starlette.types import Scope
 
 from .problems import Problem
 
-__all__ = ["SUBPROTOCOL", "authorization_of", "check_origin", "header_of", "subprotocol_of"]
+__all__ = [
+    *("SUBPROTOCOL", "authorization_of", "check_host", "check_origin"),
+    *("header_of", "is_loopback", "subprotocol_of"),
+]
 
 SUBPROTOCOL = "tracewire"
 _KEY = f"{SUBPROTOCOL}.key."
@@ -48,6 +52,41 @@ def _decoded(text: str) -> str:
 def subprotocol_of(scope: Scope) -> str | None:
     """The subprotocol to accept a WebSocket with: ours, if its client offers it."""
     return SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(scope: Scope, allowed: Sequence[str]) -> None:
+    """Check that a request to a gateway without keys names this machine, or the host of an allowed origin.
+
+    A page can have the name of its own host point to this machine. To the browser the gateway is then of the page's
+    origin, and the page may read all answers. Only the name tells such a request from others.
+
+    Raises:
+        Problem: it names another host.
+    """
+    named = header_of(scope, b"host")
+    if named is None or "*" in allowed or any(urlsplit(one).netloc.lower() == named.lower() for one in allowed):
+        return
+    try:
+        host = urlsplit(f"//{named}").hostname or ""
+    except ValueError:
+        host = ""
+    if not is_loopback(host.removesuffix(".")) and not host.endswith(".localhost"):
+        raise Problem(
+            403,
+            f"a gateway without keys is asked by the names of this machine, not by {named[:80]!r}: see --cors",
+            code="not_allowed",
+            field="Host",
+        )
 
 
 def check_origin(scope: Scope, allowed: Sequence[str]) -> None:

@@ -93,9 +93,14 @@ class Continuity:
                     sent.begin_again()
         return []
 
-    def unfinished(self) -> list[tuple[int, int]]:
-        """The choices that have begun and whose end was not handed out."""
-        return [where for where, sent in self._sent.items() if not sent.ended]
+    def unfinished(self, prompts: int, choices: int) -> list[tuple[int, int]]:
+        """Of so many prompts with so many choices each, those whose end was not handed out."""
+        return [
+            (invoke, choice)
+            for invoke in range(prompts)
+            for choice in range(choices)
+            if (sent := self._sent.get((invoke, choice))) is None or not sent.ended
+        ]
 
     def _output(self, output: Output, saves: bool) -> list[Piece]:
         sent = self._sent.setdefault((output.invoke, output.choice), _Sent())

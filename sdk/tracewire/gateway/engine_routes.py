@@ -18,7 +18,7 @@ from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import RETRY, EventSource, encoded
-from .trace_routes import IfMatch, LastEventId, ModelName, author, version_of
+from .trace_routes import IfMatch, LastEventId, ModelName, author, matching, version_of
 
 __all__ = ["router"]
 
@@ -126,7 +126,7 @@ async def get_edit(model: ModelPath, name: EditName, gateway: TheGateway) -> Res
     operation_id="install_edit",
     tags=["edits"],
     dependencies=[needs("operate")],
-    responses=answers("The installed edit.", "StandingEdit") | problems(400, 404, 409),
+    responses=answers("The installed edit.", "StandingEdit") | problems(400, 404, 409, 412),
 )
 async def install_edit(
     model: ModelPath, name: EditName, body: EditBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
@@ -137,7 +137,8 @@ async def install_edit(
         caller.require("code")
         block = block_of(body.block, "block")
     interventions = interventions_of(body.interventions, "interventions")
-    with gateway.patience():
+    wanted = version_of(if_match)
+    with matching(wanted), gateway.patience():
         edit = await gateway.client.edits(model).install(
             name,
             block,
@@ -145,7 +146,7 @@ async def install_edit(
             scope=body.scope,
             on_error=body.on_error,
             max_failures=body.max_failures,
-            replacing=version_of(if_match),
+            replacing=wanted,
             timeout=min(body.timeout, gateway.settings.patience_s / 2),
         )
     return _json(_edit(edit), ETag=f'"{edit.version}"')
@@ -157,13 +158,14 @@ async def install_edit(
     tags=["edits"],
     status_code=204,
     dependencies=[needs("operate")],
-    responses=problems(404, 409),
+    responses=problems(404, 409, 412),
 )
 async def remove_edit(model: ModelPath, name: EditName, gateway: TheGateway, if_match: IfMatch = None) -> Response:
     """Remove a standing intervention, or only the version that `If-Match` names."""
-    with gateway.patience():
+    wanted = version_of(if_match)
+    with matching(wanted), gateway.patience():
         timeout = gateway.settings.patience_s / 2
-        await gateway.client.edits(model).remove(name, version=version_of(if_match), timeout=timeout)
+        await gateway.client.edits(model).remove(name, version=wanted, timeout=timeout)
     return Response(status_code=204)
 
 

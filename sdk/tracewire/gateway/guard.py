@@ -6,16 +6,18 @@ import logging
 from time import monotonic
 from typing import Any
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tracewire_bus.domain.identity import acting_for
 from tracewire_bus.log_fields import add_log_fields
 
-from .browser_sockets import authorization_of, check_origin, header_of
+from .browser_sockets import authorization_of, check_host, check_origin, header_of
 from .dashboard_files import is_dashboard
 from .problems import RETRY_AFTER_S, Problem
 from .state import Gateway
+from .streams import encoded
 
 __all__ = ["OPEN", "Guard"]
 
@@ -23,6 +25,8 @@ logger = logging.getLogger("tracewire.gateway")
 
 #: The routes that need no key.
 OPEN = frozenset({"/healthz", "/readyz"})
+#: How long a client has to take a stream's last event, in seconds.
+_LAST_S = 1.0
 #: The methods that change nothing.
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -53,6 +57,8 @@ class Guard:
         try:
             if gateway.closing:
                 raise Problem(503, "the gateway stops", code="gateway_closing", retry_after=RETRY_AFTER_S)
+            if not gateway.keys.can_change:
+                check_host(scope, gateway.settings.cors)
             authorization = authorization_of(scope)
             # A page of any origin can send a request without a key that changes something. It cannot read the answer.
             if scope["type"] == "websocket" or (authorization is None and scope["method"] not in _READING):
@@ -65,13 +71,22 @@ class Guard:
                 # What the gateway signs in this request is for the caller's tenant.
                 acting_for.set(caller.tenant)
                 body = _Body(scope, receive, caller.body_bytes or gateway.settings.body_bytes)
-                await self._app(scope, body.receive, request.send)
+                with gateway.admissions.request(caller) as admitted:
+                    await self._app(scope, body.receive, request.send)
+                if admitted.cancelled_caught:
+                    logger.info("the key %r holds no longer: a request of it was ended", caller.name)
+                    await request.withdrawn()
         except Problem as problem:
             # Only from here: what a route raises is answered by the app.
             if scope["type"] == "websocket":
                 await request.send({"type": "websocket.close", "code": 1008, "reason": problem.message[:120]})
             else:
                 await problem.response(scope["path"])(scope, receive, request.send)
+
+
+async def _nothing() -> Message:
+    """What a request without a body receives."""
+    return {"type": "http.request"}
 
 
 class _Body:
@@ -108,7 +123,7 @@ class _Body:
 
 
 class _Counted:
-    """One request, as the metrics count it."""
+    """One request, as the metrics count it, and as far as it is answered."""
 
     def __init__(self, gateway: Gateway, scope: Scope, send: Send) -> None:
         self._metrics = gateway.metrics
@@ -117,12 +132,31 @@ class _Counted:
         self._send = send
         self._begun = monotonic()
         self._status = "none"
+        self._is_stream = False
 
     async def send(self, message: Any) -> None:
         """Pass a message on."""
         if message["type"] == "http.response.start":
             self._status = str(message["status"])
+            self._is_stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
         await self._send(message)
+
+    async def withdrawn(self) -> None:
+        """Answer a request that was ended because its key holds no longer; a stream's last event says so.
+
+        The server cuts any other answer that has begun, and its route has closed a WebSocket.
+        """
+        problem = Problem(401, "the request's API key was withdrawn", code="invalid_api_key")
+        path = self._scope["path"]
+        if self._scope["type"] != "http" or (self._status != "none" and not self._is_stream):
+            return
+        if self._status == "none":
+            await problem.response(path)(self._scope, _nothing, self.send)
+            return
+        under_v1 = path.startswith("/v1/")
+        last = encoded(problem.openai()) if under_v1 else encoded(problem.details(), name="interrupted")
+        with anyio.move_on_after(_LAST_S):
+            await self.send({"type": "http.response.body", "body": last})
 
     def over(self) -> None:
         """Count the request, which has ended."""

@@ -173,6 +173,21 @@ class Keys:
         except (OSError, UnicodeDecodeError, InvalidKeys) as error:
             logger.error("the keys of %s cannot be read, the last ones stay in force: %s", self._path, error)
 
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a file, which may change."""
+        return self._path is not None
+
+    def holds(self, caller: Caller) -> bool:
+        """Whether a key that let a caller in is still there, for the same tenant and with no right less."""
+        if self._path is None:
+            return True
+        self._refresh()
+        now = self._keys.get(bytes.fromhex(caller.sha256))
+        if now is None or (now.name, now.tenant) != (caller.name, caller.tenant):
+            return False
+        return now.rights >= caller.rights
+
     def caller(self, authorization: str | None) -> Caller:
         """The caller with this `Authorization` header.
 

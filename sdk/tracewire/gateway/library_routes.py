@@ -18,7 +18,7 @@ from .json_values import to_json, value_of
 from .keys import Caller
 from .problems import Problem
 from .state import Gateway, TheCaller, TheGateway, needs
-from .trace_routes import IfMatch, version_of
+from .trace_routes import IfMatch, matching, version_of
 
 __all__ = ["router"]
 
@@ -135,7 +135,7 @@ async def get_history(name: EntryId, gateway: TheGateway, caller: TheCaller) -> 
     "/{name}",
     operation_id="put_library_entry",
     dependencies=[needs("read")],
-    responses=answers("The entry that was put.", "LibraryEntry") | problems(400, 404, 409),
+    responses=answers("The entry that was put.", "LibraryEntry") | problems(400, 404, 409, 412),
 )
 async def put_entry(
     name: EntryId, body: EntryBody, gateway: TheGateway, caller: TheCaller, if_match: IfMatch = None
@@ -146,10 +146,9 @@ async def put_entry(
     """
     asked = _own(caller, name)
     given = body.model_dump(exclude={"arrays"}, exclude_unset=True)
-    with gateway.patience():
-        entry = await gateway.client.library.put(
-            str(asked), _arrays(body.arrays), **given, replacing=version_of(if_match)
-        )
+    wanted = version_of(if_match)
+    with matching(wanted), gateway.patience():
+        entry = await gateway.client.library.put(str(asked), _arrays(body.arrays), **given, replacing=wanted)
     return _json(_said(entry), ETag=f'"{entry.version}"')
 
 

@@ -55,12 +55,7 @@ class Limits:
         running = self._running.get(caller.name, 0)
         if most and running >= most:
             raise _limited(f"the key {caller.name!r} has {running} requests running; its limit is {most}", _BUSY_S)
-        for kind, rate in (("tokens", caller.tokens_per_minute), ("requests", caller.requests_per_minute)):
-            bucket = self._bucket(caller.name, kind, rate)
-            if bucket is not None and (wait := bucket.wait_s(self._clock())) > 0:
-                raise _limited(f"the key {caller.name!r} has used its {rate} {kind} a minute", wait)
-        if (bucket := self._bucket(caller.name, "requests", caller.requests_per_minute)) is not None:
-            bucket.take(1)
+        self.order(caller)
         self._running[caller.name] = running + 1
         try:
             yield
@@ -70,6 +65,19 @@ class Limits:
                 self._running[caller.name] = left
             else:
                 del self._running[caller.name]
+
+    def order(self, caller: Caller) -> None:
+        """Count a request, or an order over a WebSocket, against the key's rates.
+
+        Raises:
+            Problem: the key has used up one of them.
+        """
+        for kind, rate in (("tokens", caller.tokens_per_minute), ("requests", caller.requests_per_minute)):
+            bucket = self._bucket(caller.name, kind, rate)
+            if bucket is not None and (wait := bucket.wait_s(self._clock())) > 0:
+                raise _limited(f"the key {caller.name!r} has used its {rate} {kind} a minute", wait)
+        if (bucket := self._bucket(caller.name, "requests", caller.requests_per_minute)) is not None:
+            bucket.take(1)
 
     def sampled(self, caller: Caller, tokens: int) -> None:
         """Count sampled tokens against the key's limit."""

@@ -169,6 +169,7 @@ class _Connection:
                     scope.cancel()
                 await self._over(order.id)
                 return
+            self._gateway.admit_order(self._caller, text)
             if order.id in self._streams:
                 raise Problem(409, f"a stream {order.id!r} is open", code="stream_open", field="id")
             if len(self._streams) >= MOST_STREAMS:

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tracewire import Final, Gap, Item, Output, Restarted, Result, Trace, TracewireError, UnknownModel, Values
 from tracewire.traces.output import merged
@@ -137,6 +138,8 @@ class Completion:
         self.extension: Extension = body.extension
         self._kind = kind
         self._begun = monotonic()
+        #: The position of the last event of the trace that was read.
+        self.position = "start"
 
     async def answer(self, request: Request) -> Response:
         """The answer, whole or as a stream.
@@ -164,8 +167,14 @@ class Completion:
         except TracewireError as error:
             raise self.problem(error) from error
         finally:
+            self.left(trace)
             with anyio.CancelScope(shield=True):
                 await trace.aclose()
+
+    def left(self, trace: Trace) -> None:
+        """The request reads its trace no further. A detached one may run on, and its tokens still count."""
+        if self.extension.detach:
+            self.gateway.detached.count(self.caller, trace.id, self.position)
 
     def stream(self, trace: Trace) -> CompletionStream:
         """The answer as a stream."""
@@ -196,6 +205,7 @@ class Completion:
                 with anyio.move_on_after(self.gateway.settings.accept_s):
                     await trace.accepted()
         except BaseException:
+            self.left(trace)
             with anyio.CancelScope(shield=True):
                 await trace.aclose()
             raise
@@ -226,6 +236,11 @@ class Completion:
             **more,
         )
 
+    def read(self, item: Item) -> None:
+        """Count an event that was read."""
+        self.position = item.id
+        self.measured.item(item)
+
     @property
     def form(self) -> Form:
         """How arrays stand in the answer."""
@@ -241,7 +256,7 @@ class Completion:
         logprobs: dict[tuple[int, int], list[Any]] = {}
         events = []
         async for item in trace:
-            self.measured.item(item)
+            self.read(item)
             match item:
                 case Output():
                     if item.logprobs:
@@ -319,7 +334,6 @@ class CompletionStream(EventSource):
         self._saves = completion.extension.saves != "none"
         options = completion.body.stream_options
         self._counts = options is not None and options.continuous_usage_stats
-        self._position = "start"
 
     def opening(self) -> bytes:
         """See `EventSource.opening`."""
@@ -327,8 +341,7 @@ class CompletionStream(EventSource):
 
     async def rendered(self, item: Item) -> bytes:
         """See `EventSource.rendered`."""
-        self._position = item.id
-        self._completion.measured.item(item)
+        self._completion.read(item)
         return b"".join(encoded(chunk, event_id=item.id) for chunk in await self._chunks_of(item))
 
     async def ending(self) -> bytes:
@@ -342,6 +355,13 @@ class CompletionStream(EventSource):
     def closed(self) -> bytes:
         """See `EventSource.closed`."""
         return encoded(self._failure(self.closing()))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `EventSource`."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._completion.left(self._trace)
 
     def _first(self) -> dict[str, Any]:
         """The chunk before all text: the roles, and the trace's id."""
@@ -389,7 +409,10 @@ class CompletionStream(EventSource):
         """The chunks behind a good end."""
         final = await self._trace.final()
         answer = self._answer
-        found = [answer.chunk([answer.ended(answer.index(*where), "stop")]) for where in self._continuity.unfinished()]
+        found = []
+        for where in self._continuity.unfinished(len(self._completion.body.prompts()), self._completion.body.choices):
+            index = answer.index(*where)
+            found += [*self._opening(index), answer.chunk([answer.ended(index, "stop")])]
         options = self._completion.body.stream_options
         if self._extended:
             found.append(answer.chunk([answer.empty()], tracewire=await self._final(final)))
@@ -414,7 +437,7 @@ class CompletionStream(EventSource):
     def _failure(self, problem: Problem) -> dict[str, Any]:
         """The event in place of the rest, as the `openai` client raises it."""
         body = problem.openai()
-        body["error"]["tracewire"] = {"trace_id": self._trace.id, "position": self._position, **problem.more}
+        body["error"]["tracewire"] = {"trace_id": self._trace.id, "position": self._completion.position, **problem.more}
         return body
 
     def closing(self) -> Problem:

@@ -14,6 +14,7 @@ from tracewire import (
     ClosedError,
     ConflictError,
     ConnectError,
+    EditConflict,
     EditFailed,
     EntryConflict,
     IntegrityError,
@@ -139,7 +140,7 @@ def of_error(error: TracewireError, *, openai: bool = False) -> Problem:
         field = _openai_field(field)
     message = getattr(error, "message", None)
     more = {name: getattr(error, name, None) for name in ("filename", "line", "trace_id", "nearest")}
-    if isinstance(error, VersionConflict | EntryConflict):
+    if isinstance(error, VersionConflict | EditConflict | EntryConflict):
         more["version"] = error.version
     if isinstance(error, TraceCancelled):
         more |= {"by": error.by, "reason": error.reason}
@@ -209,6 +210,10 @@ def of_validation(errors: Sequence[Any], *, openai: bool) -> Problem:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return Problem(400, f"the body is not JSON: {reason}", code="invalid_json", field=where)
+    if first["type"] == "model_attributes_type" and isinstance(first.get("input"), bytes):
+        # FastAPI reads no other body as JSON, so that a page cannot post one without asking first.
+        expected = "expected a JSON body with the header Content-Type: application/json"
+        return Problem(status, expected, code="invalid_request", field="Content-Type")
     unknown = first["type"] == "extra_forbidden"
     message = "unknown field: the gateway does not have it" if unknown else str(first["msg"])
     field = ".".join(one for one in path if not _ALTERNATIVE.fullmatch(one)) or where

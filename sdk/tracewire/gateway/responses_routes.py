@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,8 +41,16 @@ async def respond(body: ResponsesBody, request: Request, gateway: TheGateway, ca
 
 
 @router.get("/{response_id}", operation_id="get_response", dependencies=[needs("read")], responses=_FOUND)
-async def retrieve(response_id: ResponseId, gateway: TheGateway, caller: TheCaller) -> Response:
+async def retrieve(
+    response_id: ResponseId,
+    gateway: TheGateway,
+    caller: TheCaller,
+    stream: Annotated[bool, Query(description="refused: `GET /traces/{id}/events` is the stream")] = False,
+) -> Response:
     """A response as it is now, from its trace. It lacks what only the request had, such as the tools."""
+    if stream:
+        more = f"GET /traces/{response_id.removeprefix(PREFIX)}/events follows its trace, after any event"
+        raise Problem(400, f"a response is not streamed again: {more}", code="invalid_request", field="stream")
     return json_response(_as_response(await _state(response_id, gateway, caller)))
 
 
@@ -142,8 +150,7 @@ class _ResponseStream(CompletionStream):
 
     async def rendered(self, item: Item) -> bytes:
         """See `EventSource.rendered`."""
-        self._position = item.id
-        self._completion.measured.item(item)
+        self._completion.read(item)
         return b"".join(_encoded(event, item.id) for event in await self._events_of(item))
 
     async def ending(self) -> bytes:
@@ -175,7 +182,7 @@ class _ResponseStream(CompletionStream):
         return found
 
     def _failed_event(self, problem: Problem) -> dict[str, Any]:
-        about = {"trace_id": self._trace.id, "position": self._position, **problem.more}
+        about = {"trace_id": self._trace.id, "position": self._completion.position, **problem.more}
         return self._events.failed(problem.openai()["error"], tracewire=about)
 
 

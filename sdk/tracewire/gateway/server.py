@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
@@ -19,10 +18,11 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidState
 
 from .app import create_app
+from .browser_sockets import is_loopback
 from .keys import Keys
 from .settings import Settings
 
-__all__ = ["Binding", "Server", "bound", "is_loopback"]
+__all__ = ["Binding", "Server", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +34,6 @@ class Binding:
     certificate: Path | None = None
     certificate_key: Path | None = None
     client_ca: Path | None = None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bound(binding: Binding) -> socket.socket:

@@ -7,7 +7,7 @@ The gateway sends each event as one JSON text. A client sends `{"do": "steer", "
 
 from __future__ import annotations
 
-from time import monotonic
+from contextlib import suppress
 from typing import Annotated, Any
 
 import anyio
@@ -18,11 +18,11 @@ from starlette.websockets import WebSocketDisconnect
 from tracewire import Subscription, TracewireError
 
 from .browser_sockets import subprotocol_of
-from .json_values import Form, values_of
+from .json_values import Form
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway
-from .trace_routes import Content, author, feed_json, resume_point
+from .trace_routes import Content, author, feed_json, resume_point, steered
 
 __all__ = ["router"]
 
@@ -60,8 +60,13 @@ async def connect(
         gateway.check_visible(caller, trace_id)
         point = resume_point(None, since)
         subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
-        with gateway.patience():
-            await subscription.check()
+        try:
+            with gateway.patience():
+                await subscription.check()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await subscription.aclose()
+            raise
     except Problem as problem:
         await socket.close(_POLICY, problem.message[:120])
         return
@@ -92,7 +97,8 @@ class _Conversation:
         self._form = form
         #: One message at a time.
         self._lock = anyio.Lock()
-        self._code = _NORMAL
+        #: Unless the trace ends first: the client stalls, sends bytes, or has a key that holds no longer.
+        self._code = _POLICY
 
     async def run(self) -> None:
         """Serve until the trace has ended, the client has left or stalls, or the gateway stops."""
@@ -132,11 +138,13 @@ class _Conversation:
         try:
             async for event in self._subscription:
                 await self._send(await feed_json(event, self._content, self._form, self._subscription.trace_id, limit))
+            self._code = _NORMAL
         except TracewireError as error:
             self._code = _INTERNAL
-            await self._send({"type": "broken", **of_error(error).details()})
+            with suppress(TimeoutError, WebSocketDisconnect):
+                await self._send({"type": "broken", **of_error(error).details()})
         except (TimeoutError, WebSocketDisconnect):
-            self._code = _POLICY
+            return
 
     async def _take_orders(self, scope: anyio.CancelScope) -> None:
         try:
@@ -151,6 +159,7 @@ class _Conversation:
         try:
             order = msgspec.json.decode(text, type=Order)
             head["id"] = order.id
+            self._gateway.admit_order(self._caller, text)
             return {**head, **await self._execute(order)}
         except (msgspec.MsgspecError, RecursionError) as error:
             problem = Problem(422, f"expected an order: {error}", code="invalid_request")
@@ -166,11 +175,7 @@ class _Conversation:
         with self._gateway.patience():
             match order.do:
                 case "steer":
-                    values = values_of(order.values, "live", arrays=True)
-                    begun = monotonic()
-                    version = await client.steer(trace_id, values, if_version=order.if_version, by=by)
-                    self._gateway.steer_times.begin(trace_id, version, begun)
-                    return {"version": version}
+                    return {"version": await steered(self._gateway, trace_id, order.values, order.if_version, by)}
                 case "pause":
                     return {"paused": await client.pause(trace_id, by=by)}
                 case "resume":

@@ -12,6 +12,8 @@ from starlette.requests import HTTPConnection
 
 from tracewire import Client, UnknownModel, UnknownTrace
 
+from .admissions import Admissions
+from .detached import DetachedTokens
 from .keys import EVERYBODY, Caller, Keys, Right
 from .limits import Limits
 from .measured import SteerTimes
@@ -39,6 +41,8 @@ class Gateway:
         self.settings = settings
         self.keys = keys
         self.limits = Limits(settings.concurrency)
+        self.detached = DetachedTokens(client, self.limits)
+        self.admissions = Admissions(keys, age_s=settings.keys_age_s)
         self.streams = Streams(keep_alive_s=settings.keep_alive_s, stall_s=settings.stall_s)
         self.sockets: set[anyio.CancelScope] = set()
         self.endless: set[anyio.CancelScope] = set()
@@ -121,6 +125,17 @@ class Gateway:
                 self._bases[error.model] = info.name
                 return info.name, error.model
         raise error
+
+    def admit_order(self, caller: Caller, text: str) -> None:
+        """Check an order over a WebSocket against the limits of its key, as a request is checked.
+
+        Raises:
+            Problem: the order is too large, or the key has used up a rate.
+        """
+        most = caller.body_bytes or self.settings.body_bytes
+        if len(text) > most or len(text.encode("utf-8", "replace")) > most:
+            raise Problem(413, f"an order of this key may have {most} bytes", code="body_too_large")
+        self.limits.order(caller)
 
     def check_visible(self, caller: Caller, trace_id: str) -> None:
         """Check that a caller may see a trace.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
@@ -15,12 +17,15 @@ from starlette.responses import Response
 
 from tracewire import (
     BrokenStream,
+    EditConflict,
+    EntryConflict,
     Event,
     Output,
     State,
     Subscription,
     Trace,
     TracewireError,
+    UnknownEdit,
     ValueMissing,
     VersionConflict,
 )
@@ -37,7 +42,7 @@ from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import RETRY, EventSource, encoded, unless_left
 from .submitting import detached_trace
 
-__all__ = ["EventFeed", "author", "feed_json", "resume_point", "router", "version_of"]
+__all__ = ["EventFeed", "author", "feed_json", "matching", "resume_point", "router", "steered", "version_of"]
 
 router = APIRouter(prefix="/traces", tags=["traces"])
 
@@ -85,6 +90,7 @@ async def submit(body: TraceBody, request: Request, gateway: TheGateway, caller:
     try:
         await unless_left(request, start)
     finally:
+        gateway.detached.count(caller, trace.id)
         with anyio.CancelScope(shield=True):
             await trace.aclose()
     return _json(_submitted(trace), 202, Location=f"/traces/{trace.id}", Tracewire_Trace_Id=trace.id)
@@ -364,6 +370,27 @@ def version_of(header: str | None) -> int | None:
     return int(text)
 
 
+@contextmanager
+def matching(wanted: int | None) -> Iterator[None]:
+    """Have a conflict say which version holds: 412 if it is with the version `wanted`, which `If-Match` names.
+
+    Raises:
+        Problem: another version holds.
+    """
+    try:
+        yield
+    except (VersionConflict, EditConflict, EntryConflict, UnknownEdit) as error:
+        if isinstance(error, UnknownEdit) and wanted is None:
+            raise
+        problem = of_error(error)
+        version = None if isinstance(error, UnknownEdit) else error.version
+        if wanted is not None and version != wanted:
+            problem.status, problem.field = 412, "If-Match"
+        if version is not None:
+            problem.headers["ETag"] = _etag(version)
+        raise problem from error
+
+
 def author(caller: Caller, by: str | None) -> str:
     """The author of a change, as other clients see it: the key's name, and the name that the caller gives itself."""
     return caller.name if not by else f"{caller.name}/{by}"
@@ -380,27 +407,24 @@ async def steer(
 ) -> Response:
     """Change live parameters, all of them at once. `If-Match`, or `if_version`, makes it a compare-and-set."""
     gateway.check_visible(caller, trace_id)
-    wanted, begun = version_of(if_match), monotonic()
-    outcome = "refused"
+    wanted = version_of(if_match)
+    if_version = body.if_version if wanted is None else wanted
+    with matching(wanted), gateway.patience():
+        version = await steered(gateway, trace_id, body.values, if_version, author(caller, body.by))
+    return _json({"version": version}, ETag=_etag(version))
+
+
+async def steered(gateway: Gateway, trace_id: str, values: Any, if_version: int | None, by: str) -> int:
+    """Change live parameters, count the change and its time, and return the new version."""
+    begun, outcome = monotonic(), "refused"
     try:
-        with gateway.patience():
-            version = await gateway.client.steer(
-                trace_id,
-                values_of(body.values, "live", arrays=True),
-                if_version=body.if_version if wanted is None else wanted,
-                by=author(caller, body.by),
-            )
+        given = values_of(values, "live", arrays=True)
+        version = await gateway.client.steer(trace_id, given, if_version=if_version, by=by)
         outcome = "accepted"
         gateway.steer_times.begin(trace_id, version, begun)
-    except VersionConflict as error:
-        problem = of_error(error)
-        if wanted is not None:
-            problem.status, problem.field = 412, "If-Match"
-        problem.headers["ETag"] = _etag(error.version)
-        raise problem from error
     finally:
         gateway.metrics.steers.labels(outcome).inc()
-    return _json({"version": version}, ETag=_etag(version))
+    return version
 
 
 @router.post(

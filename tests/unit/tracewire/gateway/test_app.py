@@ -27,6 +27,16 @@ async def test_what_no_route_has(served: Served) -> None:
     assert (shaped.status_code, shaped.json()["error"]["code"]) == (404, "unknown_route")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/traces"])
+async def test_a_body_without_its_type_is_told_which_is_expected(served: Served, path: str) -> None:
+    """As `curl -d` sends it."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    async with served.http() as http:
+        found = (await http.post(path, content=b'{"model": "tiny", "prompt": "x"}', headers=headers)).json()
+    assert "Content-Type: application/json" in found.get("detail", "") + found.get("error", {}).get("message", "")
+    assert found.get("field", found.get("error", {}).get("param")) == "Content-Type"
+
+
 async def test_a_defect_shows_nothing_of_itself(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,14 +53,16 @@ def test_attempts_that_repeat_bring_each_token_once(seed: int) -> None:
     assert texts == ["".join(TOKENS)] * 2
     assert ids == saved == logprobs == [everything] * 2
     assert ends == [1, 1]
-    assert continuity.unfinished() == []
+    assert continuity.unfinished(1, 2) == []
+    # A third one has not begun.
+    assert continuity.unfinished(1, 3) == [(0, 2)]
 
 
 @pytest.mark.parametrize(("token_ids", "text"), [([0, 7], "<0><7>"), ([0, 1], "<0>!"), ([5], "<0>")])
 def test_an_attempt_that_differs_is_an_error(token_ids: list[int], text: str) -> None:
     continuity = Continuity("t")
     continuity.pieces(Output(1, 0, 0, 0, 0, [0, 1], "<0><1>"))
-    assert continuity.unfinished() == [(0, 0)]
+    assert continuity.unfinished(1, 1) == [(0, 0)]
     continuity.pieces(Restarted(2, 0))
     with pytest.raises(TextChanged) as caught:
         continuity.pieces(Output(2, 1, 0, 0, 0, token_ids, text))

@@ -58,15 +58,19 @@ async def test_edits_are_installed_listed_and_removed(engine: Engine, http: http
         assert (await http.get("/edits/tiny")).json() == {"data": [found]}
         assert (await http.get(path)).json() == found
         conflict = await http.put(path, json=body, headers={"If-Match": '"0"'})
-        assert (conflict.status_code, conflict.json()["type"]) == (409, "urn:tracewire:edit_conflict")
+        assert (conflict.status_code, conflict.json()["type"]) == (412, "urn:tracewire:edit_conflict")
+        told = conflict.json()
+        assert (told["field"], told["version"], conflict.headers["ETag"]) == ("If-Match", 1, made.headers["ETag"])
         block = {"source": "seen = model.residual(1).output.save()\n", "name": "watch"}
         again = await http.put(path, json={"block": block}, headers={"If-Match": made.headers["ETag"]})
         assert again.json()["block"] == "watch"
         wrong = await http.put(path, json={"interventions": [{**steer, "at": "nowhere"}]})
         assert (wrong.status_code, wrong.json()["field"]) == (422, "interventions[0].at")
-        assert (await http.delete(path, headers={"If-Match": made.headers["ETag"]})).status_code == 404
+        stale = await http.delete(path, headers={"If-Match": made.headers["ETag"]})
+        assert (stale.status_code, stale.json()["field"]) == (412, "If-Match")
         assert (await http.delete(path, headers={"If-Match": again.headers["ETag"]})).status_code == 204
         assert (await http.get(path)).status_code == 404
+        assert (await http.delete(path)).status_code == 404
 
 
 async def test_lifecycle_events_go_on_after_the_last(engine: Engine, http: httpx.AsyncClient, client: Client) -> None:

@@ -199,11 +199,16 @@ async def test_a_key_that_was_removed_is_refused(engine: Engine, gateway: Callab
 
 async def test_browsers_may_call_from_the_origins_that_are_configured(gateway: Callable[..., Any], keys: Path) -> None:
     origin = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    # As OpenAI's client in a browser asks.
+    wanted = {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-arch,x-stainless-runtime"}
     async with gateway(keys=keys) as served, served.http() as http:
         assert (await http.options("/traces", headers=origin)).status_code == 401
     async with gateway(keys=keys, cors=("https://app.example",)) as served, served.http(READER) as http:
         answer = await http.options("/traces", headers=origin)
         assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
+        assert (await http.options("/v1/chat/completions", headers=origin | wanted)).status_code == 200
+        read = (await http.get("/traces", headers=origin)).headers["Access-Control-Expose-Headers"]
+        assert {"Tracewire-Trace-Id", "Tracewire-Dtype", "ETag", "Retry-After"} <= set(read.split(", "))
         assert (
             "Access-Control-Allow-Origin"
             not in (await http.get("/traces", headers={"Origin": "https://evil.example"})).headers

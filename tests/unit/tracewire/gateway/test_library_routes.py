@@ -89,8 +89,8 @@ async def test_what_is_wrong_is_named(
 async def test_conflicts_and_what_is_not_there(http: httpx.AsyncClient) -> None:
     await http.put("/library/calm", json={"arrays": VECTOR})
     conflict = await http.put("/library/calm", json={"arrays": VECTOR}, headers={"If-Match": '"0"'})
-    assert (conflict.status_code, conflict.json()["type"]) == (409, "urn:tracewire:entry_conflict")
-    assert conflict.json()["version"] == 1
+    assert (conflict.status_code, conflict.json()["type"]) == (412, "urn:tracewire:entry_conflict")
+    assert (conflict.json()["version"], conflict.headers["ETag"], conflict.json()["field"]) == (1, '"1"', "If-Match")
     for answer in (await http.get("/library/none"), await http.get("/library/calm@7"), await http.delete("/library/x")):
         assert (answer.status_code, answer.json()["type"]) == (404, "urn:tracewire:unknown_entry")
     assert (await http.get("/library/none/history")).json() == {"data": []}

@@ -206,6 +206,25 @@ async def test_keys_rights_and_tenants_count(
             assert (await page.next())["error"]["status"] == 404
 
 
+async def test_streams_are_opened_within_the_limits_of_their_key(gateway: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    limits = "requests_per_minute = 2\nbody_bytes = 200\n"
+    file.write_text(entry_of("alice", "alice", frozenset({"read"}), "") + limits)
+    async with (
+        gateway(keys=file) as served,
+        opened(served, additional_headers={"Authorization": "Bearer alice"}) as page,
+    ):
+        await page.order("follow", id=1, trace="x" * 200)
+        assert (await page.next())["error"]["status"] == 413
+        await page.order("watch", id=2)
+        assert (await page.next())["open"]
+        await page.order("watch", id=3)
+        assert (await page.next())["error"]["status"] == 429
+        # What is open can be closed.
+        await page.order("stop", id=2)
+        assert (await page.next()) == {"id": 2, "over": True, "error": None}
+
+
 async def test_a_plain_request_is_told_what_is_expected(served: Served) -> None:
     async with served.http() as http:
         answer: httpx.Response = await http.get("/ws")

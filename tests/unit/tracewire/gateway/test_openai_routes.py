@@ -129,6 +129,24 @@ async def test_several_prompts_and_choices_have_their_numbers(engine: Engine, se
         assert [invoke.token_ids for invoke in scripted.taken[1].invokes] == [[5, 6], [7]]
 
 
+async def half(stage: Stage) -> None:
+    """Stops before its second choice has a token, as a block or a `stop_when` may have it."""
+    await stage.accept()
+    await stage.output("one", finish_reason="stop")
+    await stage.final("stopped")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_without_a_token_ends_like_any_other(engine: Engine, served: Served, stream: bool) -> None:
+    async with engine(half), served.openai() as api:
+        asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": 2}
+        answer = await api.chat.completions.create(**asked, stream=stream)
+        choices = [one for chunk in [part async for part in answer] for one in chunk.choices] if stream else None
+        ends = [(one.index, one.finish_reason) for one in choices or answer.choices if one.finish_reason]
+        assert ends == [(0, "stop"), (1, "stop")]
+        assert not choices or [one.index for one in choices if one.delta.role] == [0, 1]
+
+
 async def test_logprobs_have_openais_form(engine: Engine, served: Served) -> None:
     async with engine(choices) as scripted, served.openai() as api:
         answer = await api.completions.create(model="tiny", prompt="a", n=2, logprobs=2)

@@ -55,6 +55,11 @@ async def test_a_response_is_a_trace_and_can_be_had_again(engine: Engine, served
         again = await api.responses.retrieve(answer.id)
         assert (again.output_text, again.status, again.usage) == ("one two three", "incomplete", answer.usage)
         assert (await api.responses.cancel(answer.id)).status == "incomplete"
+        # No stream is better than an answer that the client does not expect.
+        with pytest.raises(openai.BadRequestError, match=f"GET /traces/{trace_id}/events") as refused:
+            await api.responses.retrieve(answer.id, stream=True, starting_after=3)
+        assert refused.value.param == "stream"
+        assert (await api.responses.retrieve(answer.id, stream=False)).status == "incomplete"
 
 
 async def test_reasoning_text_and_calls_are_items(engine: Engine, served: Served) -> None:

@@ -24,21 +24,10 @@ from tests.support.sse import events
 from tests.support.until import until
 from tracewire import Client
 from tracewire.gateway.keys import RIGHTS, InvalidKeys, entry_of
-from tracewire.gateway.server import Binding, Server, _Socket, is_loopback
+from tracewire.gateway.server import Binding, Server, _Socket
 from tracewire.gateway.settings import Settings
 
 Engine = Callable[..., Any]
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        *(("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)),
-        *(("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("example.org", False)),
-    ],
-)
-def test_what_is_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) == loopback
 
 
 def test_only_loopback_is_served_without_keys(tmp_path: Path) -> None:

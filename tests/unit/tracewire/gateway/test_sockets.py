@@ -149,3 +149,30 @@ async def test_keys_and_rights_count(
                 pass
             assert reply["error"]["status"] == 403
         await client.cancel(trace.id)
+
+
+async def test_orders_count_against_the_limits_of_their_key(
+    engine: Engine, gateway: Callable[..., Any], client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    limits = "requests_per_minute = 3\nbody_bytes = 200\n"
+    file.write_text(entry_of("alice", "alice", frozenset({"read", "steer"}), "") + limits)
+    async with engine(running), gateway(keys=file) as served:
+        async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
+            await trace.accepted()
+        async with socket(served, trace.id, "alice", "?since=now") as connection:
+
+            async def reply(**fields: Any) -> Any:
+                await order(connection, **fields)
+                return json.loads(await connection.recv())
+
+            refused = await reply(do="cancel", id=1, reason="x" * 200)
+            assert (refused["id"], refused["error"]["status"]) == (1, 413)
+            # The socket itself was the first request.
+            for number in (2, 3):
+                assert (await reply(do="steer", values={"beta": 1}, id=number))["error"]["status"] == 422
+            refused = await reply(do="cancel", id=4)
+            assert (refused["id"], refused["error"]["status"]) == (4, 429)
+        # Changes over sockets are changes like others.
+        assert served.gateway.metrics.steers.labels("refused")._value.get() == 2
+        await client.cancel(trace.id)
