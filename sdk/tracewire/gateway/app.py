@@ -94,15 +94,7 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
 
         middleware.insert(0, Middleware(ServerSpans))
     if settings.cors:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors),
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
-            # Any: OpenAI's client for browsers sends a dozen of its own, and the key is what counts.
-            allow_headers=["*"],
-            expose_headers=["ETag", "Location", "Retry-After", "X-Should-Retry", *TRACEWIRE_HEADERS],
-        )
-        middleware.insert(0, cors)
+        middleware.insert(0, _cors(settings))
     app = Application(
         title="Tracewire",
         version=version("tracewire"),
@@ -121,6 +113,18 @@ def create_app(settings: Settings, keys: Keys | None = None) -> FastAPI:
     app.include_router(sockets)
     add_dashboard(app)
     return app
+
+
+def _cors(settings: Settings) -> Middleware:
+    """What has browsers call from the configured origins."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(settings.cors),
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        # Any: OpenAI's client for browsers sends a dozen of its own, and the key is what counts.
+        allow_headers=["*"],
+        expose_headers=["ETag", "Location", "Retry-After", "X-Should-Retry", *TRACEWIRE_HEADERS],
+    )
 
 
 def _handle_errors(app: FastAPI) -> None:
