@@ -249,7 +249,8 @@ def test_a_command_that_no_test_runs_is_found() -> None:
     [
         ("demo", "examples/demo/run.py"),
         ("demo JSON=1", "examples/demo/run.py --json"),
-        ("test", '-m pytest -q -m "not full"'),
+        ("test", '-m pytest -q -m "not full and engine" || failed=1; \\\nexit $failed'),
+        ("test ARGS=-x", '-m pytest -q -m "not full" -x'),
         ("test-full", "-m pytest -q"),
         ("test-engineless WORKERS=2", '-m pytest -q -m "not full and not engine" -n 2 --dist loadfile'),
         ("bench", "-m benchmarks.blobs"),
