@@ -315,6 +315,7 @@ def play(
     """Play random traffic, and compare what plans read and edit with `Request.step`. Returns the steps of old plans.
 
     With few `arrivals`, requests are long, and all of them are in each step. `make` makes a request's interventions.
+    With `declared.buffers`, the taps' kernels serve the steps that fit.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -347,10 +348,14 @@ def play(
         declared.begin([one.name for one in batch], scheduled, total, {one.name: one.state for one in batch})
         kept += declared.plan is before
         streams = []
+        taps = declared.buffers if declared.fits_buffers(serving=True) else None
         for layer, (hidden, residual) in enumerate(buffers[total]):
             hidden.copy_(torch.randn(total + 2, HIDDEN))
             residual.copy_(torch.randn(total + 2, HIDDEN))
             streams.append((hidden + residual)[:total].numpy().copy())
+            if taps is not None:
+                taps.launch(f"layer.{layer}.output", (hidden, residual))
+                continue
             hook = declared.hooks.get(f"layer.{layer}.output")
             if hook is not None:
                 hook.replay((hidden, residual))

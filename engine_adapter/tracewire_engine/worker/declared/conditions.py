@@ -14,6 +14,7 @@ What a condition depends on lies in tensors that keep their places while a plan 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from tracewire_bus.domain.condition_checks import MAX_TOKENS
 from tracewire_bus.wire.messages import When
 
-__all__ = ["RowCondition", "Signals", "Watch", "Windows", "condition_key", "filled", "on_device"]
+__all__ = ["RowCondition", "Signals", "Watch", "Windows", "condition_key", "filled", "made_patterns", "on_device"]
 
 #: No limit of a token's index.
 _EVER: Final = 2**31 - 1
@@ -166,6 +167,14 @@ class Windows:
         self._lasts = on_device(torch.tensor(lasts, dtype=torch.int64), device)
         self._used = False
 
+    def ids(self) -> torch.Tensor:
+        """The id of each row's own token: `[total]`."""
+        return self._ids()[: self._total]
+
+    def again(self) -> None:
+        """Make the windows of this step anew when they are needed: what made them was recorded, and not run."""
+        self._current = False
+
     def take(self) -> torch.Tensor:
         """The windows of all rows, int32 `[total, MAX_TOKENS]`, the row's own token last."""
         if not self._current:
@@ -196,6 +205,7 @@ class RowCondition:
             are.
         windows: of the step, if a condition needs them.
         rows: the group's row numbers in the step.
+        patterns: of each member, by `made_patterns`, if the conditions have patterns.
     """
 
     def __init__(
@@ -204,44 +214,104 @@ class RowCondition:
         members: Sequence[tuple[int, When, int, int, int]],
         windows: Windows | None,
         rows: np.ndarray[Any, Any],
+        patterns: Sequence[np.ndarray[Any, Any] | None] = (),
     ) -> None:
         device, first = signals.device, members[0][1]
         self._signals, self._windows = signals, windows
         counts = [count for *_, count in members]
         index = np.concatenate([np.arange(begin, begin + count) for _, _, begin, _, count in members])
-        #: Whether each row may be acted on at all, as far as it is known beforehand.
+        #: Whether each row may be acted on at all, as far as it is known beforehand; `None` if all may.
         allowed = np.ones(len(index), bool)
         answers = np.concatenate([np.arange(count) >= prompt for *_, prompt, count in members])
         if first.part is not None:
             allowed &= answers if first.part == "answer" else ~answers
         if first.probe is not None:
             allowed &= index >= 0
-        self._allowed = on_device(torch.from_numpy(allowed), device)
-        self._index = on_device(torch.from_numpy(index.astype(np.int32)), device)
+        self._allowed = None if allowed.all() else on_device(torch.from_numpy(allowed), device)
+        self._count = len(index)
         self._slots = self._range = self._patterns = None
         if first.probe is not None:
             slots = np.repeat([slot for slot, *_ in members], counts)
             self._slots = on_device(torch.from_numpy(slots.astype(np.int64)), device)
         if first.start is not None or first.stop is not None or first.every is not None:
-            ranges = np.array([_range(when) for _, when, *_ in members], np.int32)
-            self._range = on_device(torch.from_numpy(np.repeat(ranges, counts, 0).T.copy()), device)
+            self._range = _Range([when for _, when, *_ in members], counts, index, device)
         if first.tokens:
-            self._patterns = _patterns([when for _, when, *_ in members], counts, device)
+            self._patterns = _spread_patterns(patterns, counts, device)
             self._rows = on_device(torch.from_numpy(rows), device)
+
+    @property
+    def always(self) -> bool:
+        """Whether the condition holds at all rows, in all steps of the plan."""
+        within = self._range is None or self._range.always
+        return within and self._allowed is None and self._slots is None and self._patterns is None
+
+    @property
+    def known_before(self) -> bool:
+        """Whether the mask of a step is known before the step is computed: it depends on no probe."""
+        return self._slots is None
 
     def mask(self) -> torch.Tensor:
         """Whether the condition holds at each row of the group: bool `[rows]`."""
-        found = self._allowed
+        parts = [] if self._allowed is None else [self._allowed]
         if self._slots is not None:
-            found = found & (self._signals.states.index_select(0, self._slots)[:, 0] > 0)
+            parts.append(self._signals.states.index_select(0, self._slots)[:, 0] > 0)
         if self._range is not None:
-            index, (start, stop, every) = self._index + self._signals.tick, self._range
-            found = found & (index >= start) & (index < stop) & ((index - start) % every == 0)
+            parts += self._range.parts(self._signals.tick)
         if self._patterns is not None:
-            assert self._windows is not None
-            windows = self._windows.take()[:, -self._patterns.shape[-1] :].index_select(0, self._rows).unsqueeze(1)
-            matched = (self._patterns == windows) | (self._patterns == _ANY)
-            found = found & matched.all(-1).any(-1)
+            parts.append(self._matches(self._patterns))
+        if not parts:
+            parts.append(torch.ones(self._count, dtype=torch.bool, device=self._signals.device))
+        return reduce(torch.logical_and, parts)
+
+    def _matches(self, patterns: torch.Tensor) -> torch.Tensor:
+        assert self._windows is not None
+        longest = patterns.shape[-1]
+        if longest == 1:
+            # No earlier token counts.
+            return (patterns.squeeze(-1) == self._windows.ids().index_select(0, self._rows).unsqueeze(-1)).any(-1)
+        windows = self._windows.take()[:, -longest:].index_select(0, self._rows).unsqueeze(1)
+        return ((patterns == windows) | (patterns == _ANY)).all(-1).any(-1)
+
+
+class _Range:
+    """Which rows are within the ranges of their members: as bounds of the plan's tick, of those parts that there are.
+
+    Args:
+        conditions: of the members.
+        counts: rows of each member.
+        index: of the token that each row samples in the plan's first step.
+    """
+
+    def __init__(
+        self, conditions: Sequence[When], counts: Sequence[int], index: np.ndarray[Any, Any], device: torch.device
+    ) -> None:
+        ranges = np.array([_range(when) for when in conditions], np.int64)
+        start, stop, every = np.repeat(ranges, counts, 0).T
+        after = index - start
+        #: The tick from which on a row is in its range, and at which it is not any more.
+        self._from = on_device(torch.from_numpy((-after).astype(np.int32)), device) if (after < 0).any() else None
+        #: `stop` may be as great as a number of 32 bits can be.
+        until = np.minimum(stop - index, _EVER)
+        self._until = on_device(torch.from_numpy(until.astype(np.int32)), device) if (stop < _EVER).any() else None
+        self._every = self._after = None
+        if (every > 1).any():
+            self._every = on_device(torch.from_numpy(every.astype(np.int32)), device)
+            self._after = on_device(torch.from_numpy(after.astype(np.int32)), device)
+
+    @property
+    def always(self) -> bool:
+        """Whether all rows are in their ranges in all steps of the plan."""
+        return self._from is None and self._until is None and self._every is None
+
+    def parts(self, tick: torch.Tensor) -> list[torch.Tensor]:
+        """What must hold of each row."""
+        found = []
+        if self._from is not None:
+            found.append(tick >= self._from)
+        if self._until is not None:
+            found.append(tick < self._until)
+        if self._every is not None and self._after is not None:
+            found.append((self._after + tick) % self._every == 0)
         return found
 
 
@@ -249,18 +319,41 @@ def _range(when: When) -> tuple[int, int, int]:
     return when.start or 0, _EVER if when.stop is None else when.stop, when.every or 1
 
 
-def _patterns(conditions: Sequence[When], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+def made_patterns(when: When | None) -> np.ndarray[Any, Any] | None:
+    """The sequences of ids of a condition, if it has any: int32 `[sequences, tokens]`."""
+    if when is None or not when.tokens:
+        return None
+    longest = max(map(len, when.tokens))
+    if all(len(sequence) == longest for sequence in when.tokens):
+        return np.array(when.tokens, np.int32)
+    found = np.full((len(when.tokens), longest), _ANY, np.int32)
+    for place, sequence in enumerate(when.tokens):
+        found[place, longest - len(sequence) :] = sequence
+    return found
+
+
+def _spread_patterns(
+    patterns: Sequence[np.ndarray[Any, Any] | None], counts: Sequence[int], device: torch.device
+) -> torch.Tensor:
     """The sequences of ids of each row: int32 `[rows, sequences, tokens]`, or with one row if all have the same."""
-    most = max(len(when.tokens or ()) for when in conditions)
-    longest = max(len(sequence) for when in conditions for sequence in when.tokens or ())
-    found = np.full((len(conditions), most, longest), _NONE, np.int32)
-    for place, when in enumerate(conditions):
-        for number, sequence in enumerate(when.tokens or ()):
-            found[place, number] = _ANY
-            found[place, number, longest - len(sequence) :] = sequence
-    if (found == found[0]).all():
-        return on_device(torch.from_numpy(found[:1].copy()), device)
-    return on_device(torch.from_numpy(np.repeat(found, counts, 0)), device)
+    places: dict[int, int] = {}
+    own: list[np.ndarray[Any, Any]] = []
+    owners = []
+    for one in patterns:
+        assert one is not None
+        if id(one) not in places:
+            places[id(one)] = len(own)
+            own.append(one)
+        owners.append(places[id(one)])
+    most, longest = (max(one.shape[side] for one in own) for side in (0, 1))
+    found = np.full((len(own), most, longest), _NONE, np.int32)
+    for place, one in enumerate(own):
+        found[place, : len(one)] = _ANY
+        found[place, : len(one), longest - one.shape[1] :] = one
+    on = on_device(torch.from_numpy(found), device)
+    if len(own) == 1:
+        return on
+    return on.index_select(0, on_device(torch.from_numpy(np.repeat(np.array(owners, np.int64), counts)), device))
 
 
 def filled(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

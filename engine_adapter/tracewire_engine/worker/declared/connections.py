@@ -32,9 +32,10 @@ def connect(signals: Signals, groups: Sequence[Group], windows: Windows | None) 
     found = False
     for group in groups:
         if group.members[0].op.one.when is not None:
-            group.condition = RowCondition(
-                signals, [_conditional(one) for one in group.members], windows, group.rows.numbers
-            )
+            patterns = [one.op.token_patterns for one in group.members]
+            members = [_conditional(one) for one in group.members]
+            condition = RowCondition(signals, members, windows, group.rows.numbers, patterns)
+            group.condition = None if condition.always else condition
         if isinstance(group, HoldGroup):
             group.begin(signals)
         if isinstance(group.members[0].op.one, Probe):
@@ -66,6 +67,7 @@ def _entries(group: Group) -> list[tuple[int, int, When | None]]:
             when = op.one.when
             if when is not None and when.probe == probe.name and place in declaration.slots:
                 entries.append((number * outputs + when.output, declaration.slots[place], when))
-            if isinstance(op.one, Hold) and op.one.probe == probe.name:
+            # In closed form, a controller computes the probe's value itself.
+            if isinstance(op.one, Hold) and op.one.probe == probe.name and op.one.gain is not None:
                 entries.append((number * outputs + op.one.output, declaration.controls[place][0], None))
     return entries

@@ -116,6 +116,7 @@ class Group:
         watch: writes what depends on the numbers that the group reads.
         collector: takes what the group reads at place `site`, if it reads.
         location: where the group runs.
+        device: where its tensors are.
     """
 
     #: Whether the members' vectors are the same, and not stacked.
@@ -136,7 +137,7 @@ class Group:
         self.rows = rows
         self.residual = residual
         self.one: Any = members[0].op.one
-        self._device = device
+        self.device = device
 
     # What follows is put on the device when it is first used: a step that whole graphs serve needs none of it.
 
@@ -157,7 +158,7 @@ class Group:
         """The members' numbers."""
         counts, members = self.rows.counts, self.members
         return [
-            spread([member.op.numbers[index] for member in members], counts, self._device)
+            spread([member.op.numbers[index] for member in members], counts, self.device)
             for index in range(len(members[0].op.numbers))
         ]
 

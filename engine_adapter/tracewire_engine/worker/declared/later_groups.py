@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -82,7 +84,7 @@ class SteerFeaturesGroup(EditGroup):
         count = self.bias.shape[-2]
         now = sae.of_products(project(values, self.matrix[..., :count, :]), self.bias, values)
         add, scale, low, high = map(column, self.numbers)
-        wanted = torch.minimum(torch.maximum(now * scale + add, _rows(low, now)), _rows(high, now))
+        wanted = _bounded(now * scale + add, low, high)
         return along(wanted - now, self.matrix[..., count:, :])
 
 
@@ -136,31 +138,48 @@ class HoldGroup(EditGroup):
         """The strengths with which the probe's values are the targets, within the bounds: `[rows]`."""
         assert self.bias is not None
         target, low, high, offset = self.numbers
-        weight = self.bias[..., 0, :]
-        now = (location.values(self.rows, self.residual).float() * weight).sum(-1) + offset
-        wanted = ((target - now) / (vector * weight).sum(-1)).nan_to_num(0.0)
-        return torch.minimum(torch.maximum(wanted, _rows(low, wanted)), _rows(high, wanted))
+        now = (location.values(self.rows, self.residual).float() * self.bias[..., 0, :]).sum(-1) + offset
+        wanted = ((target - now) / self._reach).nan_to_num(0.0)
+        return _bounded(wanted, low, high)
+
+    @cached_property
+    def _reach(self) -> torch.Tensor:
+        """How far one unit of strength moves the probe."""
+        assert self.matrix is not None
+        assert self.bias is not None
+        return (self.matrix[..., 0, :] * self.bias[..., 0, :]).sum(-1)
+
+    def prepare(self) -> None:
+        super().prepare()
+        _ = self._reach if self.one.gain is None else self._of_members
 
     def _controlled(self, mask: torch.Tensor | None) -> torch.Tensor:
         """The strengths of this step by the controllers, whose states go on: `[rows]`."""
-        target, low, high, gain, proportional = (self._of_members(number) for number in self.numbers)
+        target, low, high, gain, proportional = self._of_members
         state = self.signals.states.index_select(0, self._states)
         before, last_error = state.unbind(1)
         error = target - self.signals.values.index_select(0, self._values)
         change = gain * error + torch.where(last_error.isnan(), 0.0, proportional * (error - last_error))
         strength = torch.where(error.isnan(), before, before + change)
-        strength = torch.minimum(torch.maximum(strength, low), high)
+        strength = _bounded(strength, low, high)
         after = torch.stack([strength, torch.where(error.isnan(), last_error, error)], 1)
         if mask is not None:
             after = torch.where(mask.index_select(0, self._lasts).unsqueeze(-1), after, state)
         self.signals.states.index_copy_(0, self._states, after)
         return strength.index_select(0, self._owners)
 
-    def _of_members(self, number: float | torch.Tensor) -> torch.Tensor:
-        if isinstance(number, float):
-            return torch.full((len(self.members),), number, device=self.signals.device)
-        return number.index_select(0, self._lasts)
+    @cached_property
+    def _of_members(self) -> list[float | torch.Tensor]:
+        """The numbers of each member, or one for all of them."""
+        return [one if isinstance(one, float) else one.index_select(0, self._lasts) for one in self.numbers]
 
 
-def _rows(number: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _bounded(values: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor) -> torch.Tensor:
+    """The values within bounds, which are numbers or tensors that go with them."""
+    if isinstance(low, float) and isinstance(high, float):
+        return values.clamp(low, high)
+    return torch.minimum(torch.maximum(values, _like(low, values)), _like(high, values))
+
+
+def _like(number: float | torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.full_like(other, number) if isinstance(number, float) else number

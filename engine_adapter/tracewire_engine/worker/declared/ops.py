@@ -35,7 +35,7 @@ from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.topology import Topology
 
 from .autoencoder_store import DeviceAutoencoder
-from .conditions import Signals, condition_key
+from .conditions import Signals, condition_key, made_patterns
 from .kept_rows import KeptRows
 from .prepared import prepare, spanning_rows
 from .vector_cache import VectorCache
@@ -122,7 +122,7 @@ class Op:
 
     __slots__ = (
         *("__weakref__", "autoencoder", "bias", "each_token", "gives", "grouping", "head_size", "heads", "kept", "key"),
-        *("matrix", "numbers", "one", "pattern", "sites"),
+        *("matrix", "numbers", "one", "pattern", "sites", "token_patterns"),
     )
 
     def __init__(
@@ -180,6 +180,7 @@ class Op:
         positions = "" if self.rowwise else getattr(one, "positions", "")
         named = self.heads and tuple(self.heads)
         self.key = (type(one).__name__, positions, self.pattern, named, self.head_size, *key, *condition_key(one.when))
+        self.token_patterns = made_patterns(one.when)
         #: What members of a group have in common.
         self.grouping = self.sites, self.key
         #: Whether it reads or edits the row of each token that a request generates.

@@ -107,6 +107,8 @@ class LocationHook:
         for group in self.groups:
             group.prepare()
         self._recorded = self._owner.recorder.record(serve)
+        if self._recorded is None and self._owner.plan is not None:
+            self._owner.plan.again()
         self._found = [
             (group.collector, group.site, group.collector.found[group.site])
             for group in self.groups
@@ -191,6 +193,9 @@ class _Plan:
         self.tabled = False
         self.buffered = False
         self.unread = False
+        #: The recorded kernels that restrict the edits with conditions; whether the plan has tried to record them.
+        self.restriction: RecordedKernels | None = None
+        self.restricted = False
         #: The last token ids of each row, if a condition needs them; whether there is any condition or controller.
         self.windows: Windows | None = None
         self.conditional = False
@@ -228,6 +233,11 @@ class _Plan:
         for collector in self.collectors:
             collector.keep([one.draft <= taken.get(id(one.declaration), 0) for one in collector.members])
         self.collectors = [one for one in self.collectors if one.members]
+
+    def again(self) -> None:
+        """Make what the step has made so far anew when it is needed: it was recorded, and not run."""
+        if self.windows is not None:
+            self.windows.again()
 
 
 class DeclaredRequests:
@@ -403,6 +413,7 @@ class DeclaredRequests:
         if plan.table is None:
             return False
         buffers.use(plan.table)
+        _restrict(plan, plan.table, buffers, self.recorder)
         plan.buffered = plan.unread = True
         for hook in plan.hooks.values():
             hook.reached = True
@@ -624,8 +635,9 @@ class DeclaredRequests:
 
         buffered = plan.unread
         join.kernels = self.recorder.record(launch)
-        # The step under way still needs its reads: recording launches nothing.
+        # The step under way still needs its reads and its windows: recording launches nothing.
         plan.unread = buffered
+        plan.again()
         if join.kernels is not None:
             join.flat = joined[0]
 
@@ -715,6 +727,20 @@ def _pattern_key(plan: _Plan, one: AttentionPattern, member: Member) -> tuple[An
     # A whole pattern is wider in each step, and as wide as its own request is long.
     plan.steady = False
     return (id(member.declaration),)
+
+
+def _restrict(plan: _Plan, table: StepTable, buffers: TapBuffers, recorder: KernelRecorder) -> None:
+    """Have the step's edits with conditions take place where the conditions hold."""
+    if not table.restrictions:
+        return
+    if not plan.restricted and plan.steps >= RECORD_AFTER:
+        plan.restricted = True
+        plan.restriction = recorder.record(lambda: buffers.restrict(table))
+        plan.again()
+    if plan.restriction is not None:
+        plan.restriction.replay()
+    else:
+        buffers.restrict(table)
 
 
 def _taken(plan: _Plan) -> list[torch.Tensor | None]:

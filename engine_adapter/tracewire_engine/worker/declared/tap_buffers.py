@@ -7,8 +7,10 @@ and which vectors are added to which rows. A step whose interventions fit into t
 the number of layers, and the reads are taken from the buffer afterwards. The table is written when the plan changes.
 
 These fit: what only reads, and one `Steer` of a request at a location, whose reads there are all before it or all after
-it. Other steps replay the graph with breaks: those with blocks, with other edits, with conditions, and with values of
-another shape than the residual stream.
+it. Both may have conditions, but on no probe. Before each step, the flags of a `Steer`'s rows are written by where its
+condition holds. What is read where a condition does not hold is left out afterwards. Other steps replay the graph with
+breaks: those with blocks, with other edits, with what depends on a probe, and with values of another shape than the
+residual stream.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 
 from tracewire_bus.wire.messages import Steer
 
+from .conditions import on_device
 from .groups import EditGroup, Group, LocationValues, ReadGroup
 from .ops import Op
 from .tap_rows import ADD, AFTER, READ, SUM
@@ -38,6 +41,28 @@ _POOL_BYTES: Final = 256 << 20
 _ALIGNMENT: Final = 16
 
 
+class _Restriction:
+    """The flags of the rows of an edit with a condition: where it holds, and where not.
+
+    Args:
+        tap: where the edit is.
+        group: the edit.
+        flags: of all rows at the tap.
+    """
+
+    def __init__(self, tap: int, group: Group, flags: np.ndarray[Any, Any]) -> None:
+        assert group.condition is not None
+        self._tap, self._condition, device = tap, group.condition, group.device
+        held = flags[group.rows.numbers]
+        self._rows = on_device(torch.from_numpy(group.rows.numbers), device)
+        self._held = on_device(torch.from_numpy(held), device)
+        self._left = on_device(torch.from_numpy(held & ~(ADD | AFTER)), device)
+
+    def write(self, flags: torch.Tensor) -> None:
+        """Write them for the step under way, to the flags of all taps `[taps, rows]`."""
+        flags[self._tap].index_copy_(0, self._rows, torch.where(self._condition.mask(), self._held, self._left))
+
+
 class StepTable:
     """What the taps' kernels do with each row, in all steps of one plan.
 
@@ -48,6 +73,8 @@ class StepTable:
     def __init__(self, taps: int, rows: int, pool: VectorPool) -> None:
         self.numbers = np.zeros((2, taps, rows), np.int32)
         self._pool = pool
+        #: The edits with conditions, each with its tap.
+        self._conditional: list[tuple[int, Group]] = []
         #: The places of the vectors of groups with the same members, of which an intervention has one a location.
         self._places: dict[int, np.ndarray[Any, Any]] = {}
 
@@ -60,7 +87,9 @@ class StepTable:
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
-        if not group.steady or group.condition is not None or group.watch is not None:
+        if not group.steady or group.watch is not None:
+            return False
+        if group.condition is not None and not group.condition.known_before:
             return False
         rows = group.rows.numbers
         flags = self.numbers[0, tap, rows]
@@ -73,7 +102,14 @@ class StepTable:
         if added is None:
             return False
         self.numbers[0, tap, rows] = added
+        if group.condition is not None and group.edits:
+            self._conditional.append((tap, group))
         return True
+
+    @cached_property
+    def restrictions(self) -> list[_Restriction]:
+        """The flags of rows whose edits have conditions. For a complete table."""
+        return [_Restriction(tap, group, self.numbers[0, tap]) for tap, group in self._conditional]
 
     @staticmethod
     def _read(flags: np.ndarray[Any, Any], *, residual: bool) -> np.ndarray[Any, Any] | None:
@@ -232,6 +268,11 @@ class TapBuffers:
             numbers = numbers.pin_memory()
         self._numbers.copy_(numbers, non_blocking=True)
         self._pool.write()
+
+    def restrict(self, table: StepTable) -> None:
+        """Have the kernels edit only where the conditions of the step under way hold. For the table in use."""
+        for one in table.restrictions:
+            one.write(self._numbers[0])
 
     def values(self, location: str) -> torch.Tensor:
         """The rows `[rows, hidden]` that the last step left at a location. Rows without reads are of earlier steps."""

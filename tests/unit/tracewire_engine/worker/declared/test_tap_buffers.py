@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.support.declared_plans import HEAD, HIDDEN, LAYERS, Graphs, play
+from tests.support.later_plans import play as play_later
 from tracewire_bus.domain.intervention_checks import normalize
-from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, LogitLens, Probe, Steer, When
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
@@ -50,7 +51,7 @@ def declared_of(*lists: list[tuple[Any, list[int]]], residual: bool = True) -> D
         name, encoded = f"r{number}", msgspec.msgpack.encode(placed)
         declared.add(name, Declaration(name, 0, encoded, run, declared.decoded))
         states[name] = SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=5)
-    declared.buffers = buffers()
+    declared.buffers, declared.ids = buffers(), lambda: torch.ones(len(states), dtype=torch.int32)
     declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
     return declared
 
@@ -75,6 +76,47 @@ def test_recorded_reads_of_the_buffers_are_too(monkeypatch: pytest.MonkeyPatch) 
     assert sum(graph.replays for graph in graphs.made) > 20
 
 
+def conditional(rng: random.Random) -> list[tuple[Any, list[int]]]:
+    """Reads and edits with conditions on no probe."""
+
+    def when() -> When:
+        return rng.choice(
+            [
+                When(tokens=[[1], [2]]),
+                When(tokens=[[1, 2], [3]]),
+                When(start=1, stop=6, every=2),
+                When(every=3, tokens=[[0], [1]]),
+                When(part="answer", start=2),
+                When(part="prompt"),
+            ]
+        )
+
+    own = np.random.default_rng(rng.randint(0, 5)).standard_normal(HIDDEN).astype(np.float32)
+    read = Probe("read", "", when=rng.choice([None, when()]))
+    steer = Steer("", own, scale=2.0, when=when())
+    both = [(read, [0, 2]), (steer, [rng.randrange(LAYERS)])]
+    return [*(both if rng.random() < 0.5 else both[::-1]), (LogitLens("lens", "", top_k=2, when=when()), [1])]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_conditions_on_no_probe_are_served_by_kernels(recorded: bool) -> None:
+    restricted, graphs = 0, Graphs()
+    for seed in range(8):
+        declared = DeclaredRequests(CPU)
+        declared.buffers = taps = buffers()
+        declared.recorder = graphs if recorded else declared.recorder
+
+        def restrict(table: Any, taps: TapBuffers = taps) -> None:
+            nonlocal restricted
+            restricted += 1
+            TapBuffers.restrict(taps, table)
+
+        taps.restrict = restrict
+        play_later(seed, declared, steps=45, arrivals=0.02, make=conditional)
+    assert restricted > (8 if recorded else 100)
+    assert bool(graphs.made) is recorded
+
+
 FITS = {
     "a probe": [(Probe("a", ""), [0, 1, 2])],
     "several reads of a value": [
@@ -85,6 +127,8 @@ FITS = {
     "a vector": [(Steer("", VECTOR, scale=2.0), [0, 2])],
     "reads before the vector": [(Probe("a", ""), [1]), (Steer("", VECTOR), [1])],
     "reads behind the vector": [(Steer("", VECTOR), [1]), (Probe("a", ""), [1])],
+    "a vector at some tokens": [(Steer("", VECTOR, when=When(tokens=[[1]])), [1]), (Probe("a", ""), [1])],
+    "a read at some tokens": [(Probe("a", "", when=When(every=2)), [1])],
 }
 BREAKS = {
     "reads before and behind": [(Probe("a", ""), [1]), (Steer("", VECTOR), [1]), (Probe("b", ""), [1])],
@@ -92,6 +136,10 @@ BREAKS = {
     "a clamp": [(Clamp("", VECTOR, min=0.0), [1])],
     "an ablation": [(Ablate("", VECTOR), [1])],
     "an ablation of whole rows": [(Ablate("", None, keep=0.5), [0])],
+    "a condition on a probe": [
+        (Probe("a", "", weight=VECTOR), [1]),
+        (Steer("", VECTOR, when=When(probe="a", above=0.0)), [2]),
+    ],
 }
 
 
