@@ -122,9 +122,7 @@ DRAFTED: dict[str, Callable[[int], list[Any]]] = {
     "ablate a module": lambda number: _between(Ablate("model.layers.5.mlp", keep=1.25 - _strength(number) / 2)),
     "project": lambda number: _near(Project("residual(3)", _vectors(number), remove=True)),
     "project partly": lambda number: _near(Project("residual(6)", _vectors(number), strength=0.05)),
-    "steer features": lambda number: _between(
-        SteerFeatures("residual(2)", SAE, [1, 7], scale=0.5, add=_strength(number))
-    ),
+    "steer features": lambda number: _near(SteerFeatures("residual(2)", SAE, [1, 7], scale=0.5, add=_strength(number))),
     "ablate heads": lambda number: [
         HeadAblate("heads(2)", [3, 1], keep=_strength(number), mean=_vectors(number)[0, :SIZE]),
         AFTER,
