@@ -66,9 +66,19 @@ def _reads(number: int) -> list[Any]:
     ]
 
 
-def _between(edit: Any) -> list[Any]:
-    """An edit between reads at its location."""
-    return [Probe("before", edit.at, reduce="max"), edit, Probe("behind", edit.at), AFTER]
+def _between(edit: Any, prefix: str = "") -> list[Any]:
+    """An edit between reads at its location, whose names begin with a prefix."""
+    return [
+        Probe(f"{prefix}before", edit.at, reduce="max"),
+        edit,
+        Probe(f"{prefix}behind", edit.at),
+        Probe(f"{prefix}after", "residual(7)", positions="all"),
+    ]
+
+
+def _near(edit: Any) -> list[Any]:
+    """An edit by sums of products, which a batch of other rows rounds otherwise: so does what comes behind it."""
+    return _between(edit, "near_")
 
 
 def _when(number: int, when: When) -> list[Any]:
@@ -106,15 +116,13 @@ DRAFTED: dict[str, Callable[[int], list[Any]]] = {
         *_between(Steer("residual(2)", _vectors(number)[1], scale=2.0, positions="generated")),
         Steer("residual(5)", _vectors(number)[2], scale=-_strength(number), positions="last"),
     ],
-    "clamp": lambda number: _between(Clamp("residual(4)", _vectors(number)[0], min=-0.5, max=_strength(number))),
-    "ablate": lambda number: _between(Ablate("residual(4)", _vectors(number)[0], keep=0.5)),
-    "ablate a subspace": lambda number: _between(Ablate("residual(4)", _vectors(number), keep=_strength(number))),
+    "clamp": lambda number: _near(Clamp("residual(4)", _vectors(number)[0], min=-0.5, max=_strength(number))),
+    "ablate": lambda number: _near(Ablate("residual(4)", _vectors(number)[0], keep=0.5)),
+    "ablate a subspace": lambda number: _near(Ablate("residual(4)", _vectors(number), keep=_strength(number))),
     "ablate a module": lambda number: _between(Ablate("model.layers.5.mlp", keep=1.25 - _strength(number) / 2)),
-    "project": lambda number: _between(Project("residual(3)", _vectors(number), remove=True)),
-    "project partly": lambda number: _between(Project("residual(6)", _vectors(number), strength=0.05)),
-    "steer features": lambda number: _between(
-        SteerFeatures("residual(2)", SAE, [1, 7], scale=0.5, add=_strength(number))
-    ),
+    "project": lambda number: _near(Project("residual(3)", _vectors(number), remove=True)),
+    "project partly": lambda number: _near(Project("residual(6)", _vectors(number), strength=0.05)),
+    "steer features": lambda number: _near(SteerFeatures("residual(2)", SAE, [1, 7], scale=0.5, add=_strength(number))),
     "ablate heads": lambda number: [
         HeadAblate("heads(2)", [3, 1], keep=_strength(number), mean=_vectors(number)[0, :SIZE]),
         AFTER,

@@ -43,6 +43,8 @@ _SUMS = dict.fromkeys(
     ("linear", "one", "norm", "norms", "moments", "mean", "prompt", "coordinates", "top", "picked", "score"), 1e-05
 )
 _SUMS |= {"seen": 1e-5}
+#: What comes behind edits that are such sums, of bfloat16, whose steps are of 2^-8.
+_SUMS |= {f"near_{name}": 2.0**-6 for name in ("before", "behind", "after")}
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
