@@ -70,6 +70,8 @@ class RecordReads:
 
     async def _final_entry(self, trace: str) -> Any:
         """A list with the entry of the trace's final event, empty if the trace has not ended."""
+        if not is_encodable(trace):
+            return []
         return await self._connections.command("XRANGE", self._keys.events(trace), FINAL_ID, FINAL_ID, unbatched=True)
 
     async def ended(self, trace: str) -> bool:

@@ -11,7 +11,10 @@ from tests.support.suspects import suspects
 from tracewire import Client
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
+from tracewire_bus.recovery import Recovery
 from tracewire_bus.store import intake as queue_intake
+from tracewire_bus.store.queue_entries import queue_names
+from tracewire_bus.store.submission_queue import _PUT
 from tracewire_bus.wire import messages
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Submission
@@ -37,6 +40,20 @@ async def test_what_another_engine_has_begun_is_not_told_to_wait(bus: Bus) -> No
     assert await bus.records.publish_waiting([("a", 1)], "lost") == 0
     await bus.records.end("a", "failed", Failure(type="x", message="y"))
     assert await bus.records.publish_waiting([("a", 2)], "lost") == 0
+
+
+async def test_an_entry_whose_name_is_no_text_is_given_up_like_any_other(bus: Bus) -> None:
+    """A client that is not ours put it into the queue, and each engine that took it was lost."""
+    names = queue_names(bus.keys, "tiny")
+    call = _PUT([*names, bus.keys.submitted("tiny", "?")], b"\xff\xfe", "1.0", b"c", 0, b"", 0, 60, 2, b"d")
+    await bus.command(*call)
+    for engine in ("one", "two"):
+        assert len(await bus.queue.take("tiny", engine, 1, 0)) == 1
+        await bus.queue.put_back("tiny", engine, "it was lost", lost=True)
+    await bus.submit(Submission(trace="a", model="tiny", invokes=[]))
+    await Recovery(bus, "tiny").finish_given_up()
+    assert await bus.queue.given_up("tiny") == []
+    assert [one.trace for one in await bus.queue.take("tiny", "three", 5, 0)] == ["a"]
 
 
 @pytest.mark.usefixtures("_soon")
