@@ -64,6 +64,7 @@ REPLACED = 16
 
 _Path = tuple[Any, ...]
 _DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = frozenset((list, set, *_DICTS))
 _FIXED = (int, float, bool, str, bytes, type(None), complex)
 
 
@@ -498,6 +499,7 @@ def _adopt(value: Any, path: _Path, copies: SaveSnapshot) -> tuple[Any, _Shadow]
         if len(path) > MAX_DEPTH:
             raise Unsavable(path[:3], f"containers nest deeper than {MAX_DEPTH} or refer to themselves")
         _check_gain(len(value), path, copies)
+        _check_inner(value if cls is list else value.values(), path, copies)
         box = _Box(value)
         if cls is list:
             sent: Any = []
@@ -608,11 +610,20 @@ def _check_gain(count: int, path: _Path, copies: SaveSnapshot) -> None:
     if count > MOST_ITEMS:
         raise Unsavable(path, f"it gained {count} items in one step, more than the {MOST_ITEMS} that can be sent")
     copies.items += max(0, count)
-    if copies.items > MOST_ITEMS_TOGETHER:
+    _check_together(copies.items, path)
+
+
+def _check_inner(items: Iterable[Any], path: _Path, copies: SaveSnapshot) -> None:
+    """Refuse containers in a container that are too large together, before any of them is copied."""
+    inner = sum([len(item) for item in items if type(item) in _CONTAINERS])
+    _check_together(copies.items + inner, path)
+
+
+def _check_together(count: int, path: _Path) -> None:
+    if count > MOST_ITEMS_TOGETHER:
         raise Unsavable(
             path,
-            f"the saves gained {copies.items} items together in one step, more than the {MOST_ITEMS_TOGETHER} that can "
-            "be sent",
+            f"the saves gained {count} items together in one step, more than the {MOST_ITEMS_TOGETHER} that can be sent",
         )
 
 

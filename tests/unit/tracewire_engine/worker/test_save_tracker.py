@@ -63,6 +63,22 @@ def test_saves_that_gain_too_much_together_are_refused_by_name(monkeypatch: pyte
     assert "together" in replay.tracker.errors["second"]
 
 
+@pytest.mark.parametrize("outer", [dict, list])
+def test_lists_that_are_too_much_together_are_refused_before_any_is_copied(
+    monkeypatch: pytest.MonkeyPatch, outer: type
+) -> None:
+    """Copying up to the limit takes a second, which the other blocks of a host would wait."""
+    monkeypatch.setattr(saves_module, "MOST_ITEMS_TOGETHER", 100)
+    copied: list[Any] = []
+    monkeypatch.setattr(saves_module, "wire", lambda value, path: copied.append(value))
+    replay = Replay()
+    lists = {f"n{number}": [0] * 40 for number in range(3)}
+    replay.saves = {"held": lists if outer is dict else list(lists.values())}
+    replay.step()
+    assert "together" in replay.tracker.errors["held"]
+    assert copied == []
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_gains_too_much_in_one_step_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
     """A loop that asks the model for nothing: nobody waits for what it appended. The other saves go on."""
