@@ -2,6 +2,7 @@
 
     python -m benchmarks.gateway [--engine scripted|demo] [--streams N] [--tokens N] [--rounds N] [--rate R]
                                  [--probe] [--whole] [--against CHECKOUT] [--read-interval SECONDS] [--json]
+    python -m benchmarks.gateway --idle N [--json]
 
 The same streams run in turns through the SDK and through `tracewire gateway`, on one engine, Redis and machine; the
 client, the gateway, the engine and Redis are processes of their own. With `--engine scripted` the engine is a scripted
@@ -14,6 +15,9 @@ demo model on the CPU, as fast as it goes. With `--probe` each token brings the 
 gateway's process takes of a core. `added_p50_ms` and `added_p99_ms` are differences: of the quantiles of the time from
 the engine's step to the client's hands, of every token. `against` has these figures of the other checkout's gateway,
 `with_interval` those of the gateway with a `--read-interval`.
+
+With `--idle N` the program opens N streams that an engine has accepted and for which it makes no token.
+`kib_a_stream` is the memory that the gateway takes for each, and `cores` what all take of the processor together.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ from tracewire_bus.transport.embedded import EmbeddedServer
 
 PROMPT = "def parse(text):"
 _END = b"\n\n"
+#: For how long idle streams are watched, in seconds.
+IDLE_S = 5.0
 
 
 # --- the client's process ---------------------------------------------------------------------------------------------
@@ -124,6 +130,33 @@ async def whole_by_gateway(gateway: httpx.URL, asked: Round, ages: list[float]) 
     body = (await reader.read(-1)).partition(b"\r\n\r\n")[2]
     ages.extend([0.0] * msgspec.json.decode(body)["usage"]["completion_tokens"])
     writer.close()
+
+
+async def wait_accepted(gateway: httpx.URL, asked: Round) -> asyncio.StreamWriter:
+    """Open a stream, and wait for its status."""
+    reader, writer = await asyncio.open_connection(gateway.host, gateway.port)
+    writer.write(request(gateway, asked))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in head, head
+    return writer
+
+
+async def hold_idle(url: str, asked: Round, gateway: psutil.Process) -> dict[str, Any]:
+    """What streams cost a gateway while nothing comes: an engine has accepted each, and makes no token."""
+    before = gateway.memory_info().rss
+    address = httpx.URL(url)
+    held: list[asyncio.StreamWriter] = []
+    for first in range(0, asked.streams, 50):
+        count = min(50, asked.streams - first)
+        held += await asyncio.gather(*(wait_accepted(address, asked) for _ in range(count)))
+    # What the last ones have left to do is no cost of idle streams.
+    await asyncio.sleep(1)
+    grown, since, used = gateway.memory_info().rss - before, time.monotonic(), sum(gateway.cpu_times()[:2])
+    await asyncio.sleep(IDLE_S)
+    cores = (sum(gateway.cpu_times()[:2]) - used) / (time.monotonic() - since)
+    for writer in held:
+        writer.close()
+    return {"streams": asked.streams, "kib_a_stream": round(grown / 1024 / asked.streams, 1), "cores": round(cores, 3)}
 
 
 async def load(url: str) -> None:
@@ -257,9 +290,19 @@ def run(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def run_idle(options: argparse.Namespace, url: str) -> dict[str, Any]:
+    """The figures of idle streams."""
+    engine = ("tests.support.scripted_engine", "--rate", "0.0001", "--capacity", str(options.idle), "--url", url)
+    with process(*engine), process("tracewire.cli", "gateway", "--url", url, "--port", "0") as (running, gateway):
+        asked = Round(gateway, "tiny", options.idle, 2, "")
+        return asyncio.run(hold_idle(gateway, asked, psutil.Process(running.pid)))
+
+
 async def measured(options: argparse.Namespace) -> dict[str, Any]:
     """The figures, on a Redis of their own."""
     async with EmbeddedServer.start() as server:
+        if options.idle:
+            return await anyio.to_thread.run_sync(run_idle, options, server.url)
         with tempfile.TemporaryDirectory() as folder:
             return await anyio.to_thread.run_sync(run, options, server.url, Path(folder))
 
@@ -276,6 +319,9 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="answers that are no streams")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="run the gateway of another checkout, too")
     parser.add_argument("--read-interval", type=float, metavar="SECONDS", help="also run a gateway with this option")
+    parser.add_argument(
+        "--idle", type=at_least(1), metavar="N", help="what N streams cost while nothing comes, instead"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -271,6 +271,12 @@ def test_gateway() -> None:
     assert {"added_p50_ms", "added_p99_ms"} < found.keys()
 
 
+def test_gateway_with_idle_streams() -> None:
+    found = figures("gateway", "--idle", "20")
+    assert found["streams"] == 20
+    above_zero(found, "kib_a_stream")
+
+
 @own_engine
 @pytest.mark.full
 def test_gateway_before_an_engine() -> None:

@@ -623,7 +623,8 @@ def _check_together(count: int, path: _Path) -> None:
     if count > MOST_ITEMS_TOGETHER:
         raise Unsavable(
             path,
-            f"the saves gained {count} items together in one step, more than the {MOST_ITEMS_TOGETHER} that can be sent",
+            f"the saves gained {count} items together in one step, more than the {MOST_ITEMS_TOGETHER} that can be "
+            "sent",
         )
 
 

@@ -232,7 +232,7 @@ class Edits:
 
         Raises:
             EditRejected: the edit cannot be installed; `field` names the part at fault. If an engine refused the edit,
-                the edit that was installed before is installed again.
+                the edit that was installed before is installed again, and the call waits for the engines to run it.
             UnknownModulePath: the block names a module that the model does not have.
             UnknownModel: no live engine serves the model.
             EditPending: the edit is installed, but some engines have not confirmed yet that they run it.
@@ -258,13 +258,16 @@ class Edits:
                 raise TooManyEdits(name, str(error)) from None
             for engine in await self._wait_for_engines(name, version, limit):
                 if (reason := engine.edit_errors.get(name)) is not None:
-                    await self._restore(name, version, before)
+                    await self._restore(name, version, before, limit)
                     field, _, message = reason.partition(": ")
                     raise InvalidEdit(name, field, f"{message} (says engine {engine.engine})")
         return await self.get(name)
 
-    async def _restore(self, name: str, version: int, before: Installed | None) -> None:
-        """Install the earlier edit again after an engine refused `version`, unless another client has replaced that."""
+    async def _restore(self, name: str, version: int, before: Installed | None, limit: float) -> None:
+        """Install the earlier edit again after an engine refused `version`, unless another client has replaced that.
+
+        Waits up to `limit` seconds for the engines to run it.
+        """
         edits = self._session.open_bus().edits
         try:
             if before is None or before.edit is None:
@@ -273,7 +276,8 @@ class Edits:
                 again = await edits.install(self.model, before.edit, replacing=version)
                 if before.disabled:
                     await edits.disable(self.model, name, again, before.disabled)
-        except (NoSuchEdit, VersionDiffers):
+                await self._wait_for_engines(name, again, limit)
+        except (NoSuchEdit, VersionDiffers, EditPending):
             return
 
     def list(self) -> Listing[Edit]:

@@ -543,7 +543,7 @@ class Edits(Bridge[AsyncEdits]):
 
         Raises:
             EditRejected: the edit cannot be installed; `field` names the part at fault. If an engine refused the edit,
-                the edit that was installed before is installed again.
+                the edit that was installed before is installed again, and the call waits for the engines to run it.
             UnknownModulePath: the block names a module that the model does not have.
             UnknownModel: no live engine serves the model.
             EditPending: the edit is installed, but some engines have not confirmed yet that they run it.

@@ -75,6 +75,41 @@ async def test_what_an_engine_refuses_is_taken_back(edits: Edits, redis_url: str
         assert [one.name for one in standing.interventions] == ["score"]
 
 
+async def test_what_is_put_back_runs_before_the_caller_is_told_of_the_refusal(
+    edits: Edits, redis_url: str, prefix: str
+) -> None:
+    """A trace that follows at once finds the earlier edit on the engine."""
+    info, refused = engine_info("tiny", "picky", edits=0), list[BaseException]()
+    async with (
+        BusEngine.running(redis_url, prefix, tiny, info),
+        Bus.open(redis_url, prefix=prefix) as bus,
+        anyio.create_task_group() as group,
+    ):
+        first = (await edits.install("a", interventions=[PROBE], timeout=0)).version
+
+        async def replace() -> None:
+            with pytest.raises(tracewire.EditRejected, match="not with me") as error:
+                await edits.install("a", interventions=[Probe("other", "residual(1)")], timeout=60)
+            refused.append(error.value)
+
+        async def version_after(version: int) -> int:
+            while (found := (await edits.get("a")).version) == version:
+                await anyio.lowlevel.checkpoint()
+            return found
+
+        group.start_soon(replace)
+        info.edits = second = await version_after(first)
+        info.edit_errors = {"a": "block: not with me"}
+        await bus.registry.register(info, 600)
+        third = await version_after(second)
+        for _ in range(20):
+            await edits.list()
+        assert refused == []
+        info.edits, info.edit_errors = third, {}
+        await bus.registry.register(info, 600)
+    assert len(refused) == 1
+
+
 async def test_without_an_engine_one_installs_only_without_waiting(edits: Edits) -> None:
     with pytest.raises(tracewire.UnknownModel):
         await edits.install("a", interventions=[PROBE])
