@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -85,7 +86,7 @@ class Engine(ScriptedEngine):
         try:
             # Sampling params of vLLM's have types, and an `Accepted` repeats them.
             _packed(submission.invokes[index].sampling)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise Rejection("sampling", f"expected plain values: {error}") from None
         return await super().prepare(submission, index, *more, **named)
 
@@ -161,7 +162,9 @@ class Tracebacks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Note a record."""
         if record.exc_info and len(self.seen) < 20:
-            self.seen.append(f"{record.getMessage()}: {record.exc_info[1]!r}"[:500])
+            where = traceback.extract_tb(record.exc_info[2])[-3:]
+            frames = " < ".join(f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in reversed(where))
+            self.seen.append(f"{record.getMessage()}: {record.exc_info[1]!r} in {frames}"[:700])
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -960,8 +960,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/http_requests.py",
         "an-edit-does-not-run-on-a-plain-request",
-        "            extra[EDITS_ARG] = chosen.blocks\n",
-        "            pass\n",
+        "{DECLARED_ARG: declared, EDITS_ARG: chosen.blocks}",
+        "{DECLARED_ARG: declared}",
         "tests/e2e/edits/test_openai.py::test_an_edit_changes_what_it_answers_until_it_is_removed",
         engine=True,
     ),

@@ -139,6 +139,8 @@ def _plain(name: str, field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """A dict with NumPy's numbers as Python's."""
     try:
         encoded = msgspec.msgpack.encode(value, enc_hook=lambda one: one.tolist())
+    except OverflowError:
+        raise InvalidEntry(name, field, f"expected integers of at most 64 bits, got {shown(value)}") from None
     except (TypeError, ValueError, AttributeError):
         raise InvalidEntry(name, field, f"expected numbers, texts, lists and dicts, got {shown(value)}") from None
     decoded: dict[str, Any] = msgspec.msgpack.decode(encoded)

@@ -17,7 +17,8 @@ function queue_entry.read(trace)
   if not fine or type(fields) ~= 'table' then fields = {} end
   return {
     schema = text(fields[1]), queued_us = text(fields[2]), client = text(fields[3]), priority = whole(fields[4], 0),
-    lease = text(fields[5]), number = whole(fields[6], 0), bytes = whole(fields[7], 0), attempt = whole(fields[8], 0),
-    tries = whole(fields[9], 1), lost = whole(fields[10], 0), reason = text(fields[11])
+    lease = text(fields[5]), number = whole(fields[6], 0), bytes = whole(fields[7], 0),
+    attempt = math.max(0, whole(fields[8], 0)), tries = whole(fields[9], 1), lost = whole(fields[10], 0),
+    reason = text(fields[11])
   }
 end

@@ -67,6 +67,8 @@ def test_arrays_that_no_entry_can_have(kind: str, given: Any, field: str, messag
         ({"licence": None}, "licence"),
         ({"provenance": "by hand"}, "provenance"),
         ({"effect": {"score": object()}}, "effect"),
+        ({"effect": {"score": 2**64}}, "effect"),
+        ({"provenance": {"seed": -(2**63) - 1}}, "provenance"),
         ({"settings": {1: 2}}, "settings"),
     ],
 )

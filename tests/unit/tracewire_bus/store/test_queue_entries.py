@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import pytest
+
 from tests.support.queue import HOSTILE, left_behind, submission, take
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.queue_entries import queue_names
@@ -39,6 +44,18 @@ async def test_names_that_are_no_text_are_taken_and_settled(bus: Bus) -> None:
     assert taken.fields[b"t"] == b"\xff\xc3"
     await bus.queue.dead_letter("demo", taken, "no text")
     assert await left_behind(bus) == {"state", "engine:e", "holders"}
+
+
+@pytest.mark.parametrize("attempts", [-11, 2**63 - 1, "many"])
+async def test_attempts_count_from_one_whatever_another_client_wrote(bus: Bus, attempts: Any) -> None:
+    await bus.submit(submission("t"))
+    key = bus.keys.queue("demo", "entries")
+    fields = msgspec.msgpack.decode(await bus.command("HGET", key, "t"))
+    assert fields[7] == 0
+    fields[7] = attempts
+    await bus.command("HSET", key, "t", msgspec.msgpack.encode(fields))
+    (taken,) = await bus.queue.take("demo", "e", 1, 0)
+    assert taken.attempt >= 1
 
 
 async def test_a_submission_brings_its_client_priority_and_lease(bus: Bus) -> None:
