@@ -22,7 +22,7 @@ from .json_values import Form
 from .keys import Caller
 from .problems import Problem, of_error
 from .state import Gateway, TheCaller, TheGateway
-from .trace_routes import Content, author, feed_json, resume_point, steered
+from .trace_routes import Content, author, feed_json, resume_point, steered, subscribed
 
 __all__ = ["router"]
 
@@ -59,14 +59,7 @@ async def connect(
         caller.require("read")
         gateway.check_visible(caller, trace_id)
         point = resume_point(None, since)
-        subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
-        try:
-            with gateway.patience():
-                await subscription.check()
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await subscription.aclose()
-            raise
+        subscription = await subscribed(gateway, trace_id, point, content, names)
     except Problem as problem:
         await socket.close(_POLICY, problem.message[:120])
         return

@@ -42,7 +42,17 @@ from .state import Gateway, TheCaller, TheGateway, needs
 from .streams import RETRY, EventSource, encoded, unless_left
 from .submitting import detached_trace
 
-__all__ = ["EventFeed", "author", "feed_json", "matching", "resume_point", "router", "steered", "version_of"]
+__all__ = [
+    "EventFeed",
+    "author",
+    "feed_json",
+    "matching",
+    "resume_point",
+    "router",
+    "steered",
+    "subscribed",
+    "version_of",
+]
 
 router = APIRouter(prefix="/traces", tags=["traces"])
 
@@ -299,7 +309,15 @@ async def follow(
     if point == FINAL_ID:
         # Nothing comes after it. A browser that is told so does not come back.
         return Response(status_code=204)
-    subscription = gateway.client.subscribe(trace_id, since=point, names=() if content == "text" else names)
+    subscription = await subscribed(gateway, trace_id, point, content, names)
+    return EventFeed(gateway, subscription, content, arrays)
+
+
+async def subscribed(
+    gateway: Gateway, trace_id: str, since: str, content: Content, names: list[str] | None
+) -> Subscription:
+    """A subscription to a trace that exists."""
+    subscription = gateway.client.subscribe(trace_id, since=since, names=() if content == "text" else names)
     try:
         with gateway.patience():
             await subscription.check()
@@ -307,7 +325,7 @@ async def follow(
         with anyio.CancelScope(shield=True):
             await subscription.aclose()
         raise
-    return EventFeed(gateway, subscription, content, arrays)
+    return subscription
 
 
 class EventFeed(EventSource):
