@@ -2,7 +2,8 @@
 
 The gateway sends each event as one JSON text. A client sends `{"do": "steer", "values": {...}, "if_version": 3}`, or
 `pause`, `resume` or `cancel`, with any `id`. The gateway replies `{"type": "reply", "id": ..., "version": 4}`, or with
-`error`, which has the members of problem details. The socket closes with 1000 behind the final.
+`error`, which has the members of problem details. The final comes behind the replies, and the socket closes with 1000
+behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from fastapi import APIRouter, Query, WebSocket
 from starlette.websockets import WebSocketDisconnect
 
-from tracewire import Subscription, TracewireError
+from tracewire import Final, Subscription, TracewireError
 
 from .browser_sockets import subprotocol_of
 from .json_values import Form
@@ -90,6 +91,8 @@ class _Conversation:
         self._form = form
         #: One message at a time.
         self._lock = anyio.Lock()
+        #: An order from its execution to its reply; the final waits for it.
+        self._ordering = anyio.Lock()
         #: Unless the trace ends first: the client stalls, sends bytes, or has a key that holds no longer.
         self._code = _POLICY
 
@@ -130,7 +133,11 @@ class _Conversation:
         limit = self._gateway.settings.inline_bytes
         try:
             async for event in self._subscription:
-                await self._send(await feed_json(event, self._content, self._form, self._subscription.trace_id, limit))
+                message = await feed_json(event, self._content, self._form, self._subscription.trace_id, limit)
+                if isinstance(event, Final):
+                    # An order in progress gets its reply: a cancelled trace ends before its cancellation returns.
+                    await self._ordering.acquire()
+                await self._send(message)
             self._code = _NORMAL
         except TracewireError as error:
             self._code = _INTERNAL
@@ -142,7 +149,9 @@ class _Conversation:
     async def _take_orders(self, scope: anyio.CancelScope) -> None:
         try:
             while True:
-                await self._send(await self._reply(await self._socket.receive_text()))
+                text = await self._socket.receive_text()
+                async with self._ordering:
+                    await self._send(await self._reply(text))
         except (WebSocketDisconnect, TimeoutError, KeyError):
             # It has left, or has sent bytes.
             scope.cancel()

@@ -94,6 +94,7 @@ async def test_a_trace_is_cancelled(engine: Engine, served: Served, client: Clie
             await order(connection, do="cancel", reason="enough")
             found = await rest(connection)
         assert found[-1]["status"] == "cancelled"
+        assert [list(one)[-1] for one in found if one["type"] == "reply"] == ["paused", "resumed", "cancelled"]
         assert [one["by"] for one in found if one["type"] in ("paused", "resumed")] == ["anonymous/me", "anonymous"]
 
 
