@@ -113,8 +113,10 @@ class Problem(Exception):
         return {"error": {**error, **({"tracewire": self.more} if self.more else {})}}
 
     def details(self) -> dict[str, Any]:
-        """The body as problem details."""
-        named = {"field": self.field} if self.field is not None else {}
+        """The body as problem details. `retry_after`, in seconds, is there too: a stream has no header for it."""
+        named: dict[str, Any] = {"field": self.field} if self.field is not None else {}
+        if self.retry_after is not None:
+            named["retry_after"] = self.retry_after
         known = {"type": f"urn:tracewire:{self.code}", "title": _TITLES.get(self.status, "Error")}
         return {**known, "status": self.status, "detail": self.message, **named, **self.more}
 

@@ -470,7 +470,8 @@ class Problem(Form):
     """An error as problem details (RFC 9457), with the `field` of the request at fault.
 
     `exception`, `filename` and `line` are the error in a block; `nearest` is a name like the one that does not exist;
-    `version` is the one that holds; `by` and `reason` are those of a cancellation.
+    `version` is the one that holds; `by` and `reason` are those of a cancellation. After `retry_after` seconds another
+    attempt may succeed; without it none will.
     """
 
     type: str
@@ -478,6 +479,7 @@ class Problem(Form):
     status: int
     detail: str
     field: str | UnsetType = UNSET
+    retry_after: float | UnsetType = UNSET
     trace_id: str | UnsetType = UNSET
     exception: str | UnsetType = UNSET
     filename: str | UnsetType = UNSET

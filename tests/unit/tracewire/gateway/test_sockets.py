@@ -174,6 +174,7 @@ async def test_orders_count_against_the_limits_of_their_key(
                 assert (await reply(do="steer", values={"beta": 1}, id=number))["error"]["status"] == 422
             refused = await reply(do="cancel", id=4)
             assert (refused["id"], refused["error"]["status"]) == (4, 429)
+            assert 0 < refused["error"]["retry_after"] <= 60
         # Changes over sockets are changes like others.
         assert served.gateway.metrics.steers.labels("refused")._value.get() == 2
         await client.cancel(trace.id)
