@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codeop
 import functools
 import importlib.util
 import inspect
@@ -93,6 +94,20 @@ def test_code_compiles_and_calls_what_there_is(page: Path) -> None:
                         assert {one.arg for one in keywords} <= taken.keys(), f"{handle}.{name}"
                 case ast.Attribute(value=ast.Name(id="tracewire"), attr=name):
                     assert hasattr(tracewire, name), name
+
+
+def test_the_tutorial_s_code_can_be_pasted_into_a_prompt() -> None:
+    """`python -m asyncio` reads a line at a time: after a loop it wants an empty line."""
+    prompt = codeop.CommandCompiler()
+    prompt.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for text in blocks(ROOT / "docs" / "tutorial.md", "python"):
+        lines: list[str] = []
+        # Enter, at the end.
+        for line in [*text.splitlines(), ""]:
+            lines.append(line)
+            if prompt("\n".join(lines)) is not None:
+                lines = []
+        assert lines == [], text
 
 
 @each_page

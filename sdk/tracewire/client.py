@@ -40,7 +40,8 @@ __all__ = ["Client", "connect"]
 
 _NO_URL = (
     "no URL: pass one (commands: --url), or set TRACEWIRE_URL "
-    "(redis://host:port, or embedded:// for a private Redis that ends with this client)"
+    "(redis://host:port, or embedded:// for a private Redis that ends with this client); "
+    "`tracewire up demo` starts a Redis with an engine, and prints the line that sets the variable"
 )
 
 

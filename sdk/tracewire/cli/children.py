@@ -22,9 +22,10 @@ __all__ = ["Child"]
 _LOOK_S = 0.05
 #: How much of a log an error shows, in characters.
 _TAIL = 3000
-#: A line of a log that says how a start gets on, and the time before its words.
-_NEWS = re.compile(r"\d%|\b(?:INFO|WARNING|ERROR)\b")
-_WHEN = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ ")
+#: A line of a log that says how a start gets on. A line that says when another attempt comes does not say why.
+_NEWS = re.compile(r"\d%|\b(?:INFO|WARNING|ERROR)\b(?! Retrying)")
+#: What stands before the words of a line: vLLM's process, the time, vLLM's level and place.
+_BEFORE = re.compile(r"^(?:\([^)]* pid=\d+\) )?(?:\d{4}-\d\d-\d\d [\d:,.]+ )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] )?")
 
 
 class Child:
@@ -97,7 +98,7 @@ class Child:
         """The last bar of progress or message in the log, such as that of a download; `""` if there is none."""
         lines = re.split(r"[\r\n]+", self.log_tail())
         found = next((line.strip() for line in reversed(lines) if _NEWS.search(line)), "")
-        return _WHEN.sub("", found)
+        return _BEFORE.sub("", found)
 
     def log_tail(self) -> str:
         """The end of the log."""

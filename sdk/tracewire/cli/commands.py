@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-__all__ = ["EXITS", "Parser", "UsageError", "add_command", "add_group", "exits_of", "subparsers_of"]
+__all__ = [
+    "EXITS",
+    "Parser",
+    "UsageError",
+    "add_command",
+    "add_group",
+    "exits_of",
+    "nearest",
+    "positive",
+    "subparsers_of",
+]
 
 #: The meanings of the exit statuses that every command can have.
 EXITS: Mapping[int, str] = MappingProxyType(
@@ -33,6 +44,33 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def refuse_more(self, arguments: Sequence[str]) -> NoReturn:
+        """Refuse the arguments that no option and no position takes. The nearest option is named."""
+        hint = nearest(arguments[0].partition("=")[0], self._option_string_actions) if arguments[0][:1] == "-" else ""
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As the base does, but for a command that does not exist: the nearest one is named."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            names = [listed.dest for listed in action._choices_actions]
+            hint = nearest(value, names) or f"; expected one of {', '.join(names)}"
+            raise argparse.ArgumentError(None, f"no {str(action.metavar).lower()} is called {value!r}{hint}")
+        super()._check_value(action, value)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, with the known word that is nearest to a misspelt one; `""` if none is near."""
+    near = get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def positive(text: str) -> int:
+    """An argparse converter for a number of things."""
+    number = int(text) if text.isdecimal() else 0
+    if not 0 < number < 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return number
 
 
 def add_command(
@@ -71,7 +109,7 @@ def add_command(
     )
     if json:
         parser.add_argument("--json", action="store_true", help=f"print {json}")
-    parser.set_defaults(run=run, exits=meanings)
+    parser.set_defaults(run=run, exits=meanings, parser=parser)
     return parser
 
 

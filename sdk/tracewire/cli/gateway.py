@@ -39,7 +39,7 @@ def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     )
     add = gateway.add_argument
     add("--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1); others need --keys")
-    add("--port", type=int, default=8080, help="port to bind to (default: 8080); 0 is any free one")
+    add("--port", type=_port, default=8080, help="port to bind to (default: 8080); 0 is any free one")
     add("--keys", type=Path, metavar="FILE", help="TOML file with the API keys; read again when it changes")
     what = "sign what is submitted with this key file (tracewire keys new; default: $TRACEWIRE_KEY)"
     add("--signing-key", type=Path, metavar="FILE", help=what)
@@ -48,8 +48,20 @@ def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
     add("--tls-client-ca", type=Path, metavar="FILE", help="only let clients in with a certificate of this authority")
     add("--body-limit", type=_bytes, default=32 << 20, metavar="BYTES", help="largest body of a request (default: 32M)")
-    add("--concurrency", type=int, default=0, metavar="N", help="requests that one key may run at once (default: any)")
-    add("--drain", type=float, default=30.0, metavar="SECONDS", help="how long SIGTERM lets requests run (default: 30)")
+    add(
+        "--concurrency",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="requests that one key may run at once (default: any)",
+    )
+    add(
+        "--drain",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long SIGTERM lets requests run (default: 30)",
+    )
     what = "least time between two reads of events, at most 1 (default: 0.0005 for each stream, 0.04 at most)"
     add("--read-interval", type=_interval, default=None, metavar="SECONDS", help=what)
     add("--log-format", choices=LOG_FORMATS, default="text", help="text, or a JSON object in each line (default: text)")
@@ -61,6 +73,26 @@ def add_gateway(commands: Any, parents: Sequence[argparse.ArgumentParser]) -> No
     add("--rights", default="read,steer,submit", metavar="RIGHTS", help=rights)
     add("--tenant", default="", metavar="TENANT", help="tenant of the new key: the key sees this tenant's traces only")
     gateway.set_defaults(uvloop=find_spec("uvloop") is not None)
+
+
+def _port(text: str) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text}")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of requests, or 0 for any, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return check_seconds("--drain", float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds, such as 30, got {text}") from None
 
 
 def _bytes(text: str) -> int:

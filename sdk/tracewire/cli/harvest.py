@@ -16,7 +16,7 @@ from tracewire.progress import HarvestProgress
 from tracewire_bus.wire.messages import LogitLens, Probe
 
 from .blocks import BLOCK, load_block
-from .commands import UsageError, add_command
+from .commands import UsageError, add_command, positive
 from .model_names import add_model
 from .printing import print_json
 
@@ -103,7 +103,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def _add_bounds(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bounds")
-    group.add_argument("--concurrency", type=int, default=32, metavar="N", help="prompts at once (default: 32)")
+    group.add_argument("--concurrency", type=positive, default=32, metavar="N", help="prompts at once (default: 32)")
     what = "bytes of values in a shard (default: 256 MiB)"
     group.add_argument("--shard-bytes", type=int, default=256 << 20, metavar="BYTES", help=what)
     what = "prompts in a shard at most (default: 1000)"

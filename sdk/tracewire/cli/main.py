@@ -37,6 +37,7 @@ from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
 from .keyring import add_keys
 from .library import add_library
+from .printing import print_any_character
 from .record import add_record
 from .redis import add_redis
 from .replay import add_replay
@@ -58,6 +59,7 @@ def _commands() -> dict[str, EntryPoint]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: the subcommand's, or 1 for an error that was printed."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    print_any_character()
     if argv[:1] in (["--version"], ["-V"]):
         return _print_version()
     parser, own = _built()
@@ -75,10 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(_parsed(parser, argv))
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def _parsed(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    for argument in argv:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            parser.error(f"expected arguments in UTF-8, got {argument!r}")
     options, more = parser.parse_known_args(argv)
     if more and not getattr(options, "takes_more", False):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        options.parser.refuse_more(more)
     options.more = more
     if (path := getattr(options, "url_file", None)) is not None:
         if options.url is not None:
@@ -139,12 +144,12 @@ def _print_version() -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of this package's own subcommands."""
     return _built()[0]
 
 
-def _built() -> tuple[argparse.ArgumentParser, Container[str]]:
+def _built() -> tuple[Parser, Container[str]]:
     """The parser of all subcommands, and the names of this package's own."""
     parser = Parser(
         prog="tracewire",

@@ -19,9 +19,15 @@ def add_model(
     parser: Any, name: str = "model", help: str | None = "the model's name (tracewire models lists them)"
 ) -> None:
     """Add the argument, or an option such as `--model`."""
-    action = parser.add_argument(name, metavar="MODEL", help=help)
+    action = parser.add_argument(name, metavar="MODEL", type=_name, help=help)
     # As argcomplete reads it.
     action.completer = _complete
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a model's name, got an empty one")
+    return text
 
 
 def _complete(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,16 @@ from typing import Any
 
 from tracewire_bus.transport.urls import redacted
 
-__all__ = ["no_engines", "print_json", "print_json_line", "print_matrix", "print_rows", "remark", "rich_terminal"]
+__all__ = [
+    "no_engines",
+    "print_any_character",
+    "print_json",
+    "print_json_line",
+    "print_matrix",
+    "print_rows",
+    "remark",
+    "rich_terminal",
+]
 
 
 def rich_terminal() -> bool:
@@ -18,18 +28,32 @@ def rich_terminal() -> bool:
     return sys.stdout.isatty() and find_spec("rich") is not None
 
 
+def print_any_character() -> None:
+    """Have output that is not UTF-8 replace the characters that it lacks: a model's text can have any character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not _is_utf8(stream):
+            stream.reconfigure(errors="replace")
+
+
+def _is_utf8(stream: Any) -> bool:
+    return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+
+
 def print_json(value: Any) -> None:
     """Print a value as one JSON document."""
-    print(json.dumps(value, ensure_ascii=False, indent=2), flush=True)
+    print(json.dumps(value, ensure_ascii=not _is_utf8(sys.stdout), indent=2), flush=True)
 
 
 def print_json_line(value: Any) -> None:
     """Print a value as JSON on one line, for a stream of them."""
-    print(json.dumps(value, ensure_ascii=False, separators=(",", ":")), flush=True)
+    print(json.dumps(value, ensure_ascii=not _is_utf8(sys.stdout), separators=(",", ":")), flush=True)
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows: as a table with a header on a terminal, else with tabs between their columns and without a header."""
+    """Print rows: as a table with a header on a terminal, else with tabs between their columns and without a header.
+
+    A table leaves out the last columns where all rows are empty there.
+    """
     texts = [[str(value) for value in row] for row in rows]
     if not texts:
         return
@@ -44,10 +68,11 @@ def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
+    filled = max(number for row in texts for number, value in enumerate(row, 1) if value or number == 1)
+    for name in columns[:filled]:
         table.add_column(name, overflow="fold")
     for row in texts:
-        table.add_row(*(Text(value) for value in row))
+        table.add_row(*(Text(value) for value in row[:filled]))
     Console().print(table)
 
 

@@ -15,7 +15,7 @@ from tracewire.patch_sweep import PatchSweep
 from tracewire_bus.wire.messages import Probe, Steer
 
 from .blocks import load_function
-from .commands import UsageError, add_command, add_group
+from .commands import UsageError, add_command, add_group, positive
 from .extract import prompts_of
 from .model_names import add_model
 from .printing import print_json, print_matrix, print_rows
@@ -66,7 +66,7 @@ def _add_strengths(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> 
     add("--most-perplexity", type=float, default=math.inf, metavar="N", help="of the best strength (default: any)")
     add("--texts", action="store_true", help="print what the model wrote at each strength")
     add("--plot", type=Path, metavar="FILE.svg", help="write a plot of the scores by strength")
-    add("--concurrency", type=int, default=32, metavar="N", help="traces that run at once (default: 32)")
+    add("--concurrency", type=positive, default=32, metavar="N", help="traces that run at once (default: 32)")
     add_sampling(parser, live=False)
 
 
@@ -91,7 +91,7 @@ def _add_patch(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> None
     add("--positions", default="prompt", metavar="A:B", help="likewise of the prompt's positions (default: all)")
     add("--at", default="residual({layer})", metavar="AT", help="default: residual({layer})")
     add("--raw", action="store_true", help="print the measure itself, and not 0 as CORRUPTED to 1 as CLEAN")
-    add("--concurrency", type=int, default=32, metavar="N", help="traces that run at once (default: 32)")
+    add("--concurrency", type=positive, default=32, metavar="N", help="traces that run at once (default: 32)")
 
 
 # --- strengths --------------------------------------------------------------------------------------------------------

@@ -61,8 +61,12 @@ async def test_the_log_says_why_a_child_ended(tmp_path: Path) -> None:
     assert child.progress() == ""
     (tmp_path / "log").write_text("weights:  10%|#  | 1/9\rweights:  45%|## | 4/9\nand more\n")
     assert child.progress() == "weights:  45%|## | 4/9"
-    (tmp_path / "log").write_text("a:  10%\n2026-01-02 03:04:05,678 hub WARNING Retrying in 4s\nand more\n")
-    assert child.progress() == "hub WARNING Retrying in 4s"
+    # Why there are attempts, and not when the next one comes.
+    hub = "2026-01-02 03:04:05,678 hub WARNING"
+    (tmp_path / "log").write_text(f"a:  10%\n{hub} no answer from the hub\n{hub} Retrying in 4s\nand more\n")
+    assert child.progress() == "hub WARNING no answer from the hub"
+    (tmp_path / "log").write_text("(EngineCore pid=7) INFO 01-02 03:04:05 [cpu.py:317] Loading weights\n")
+    assert child.progress() == "Loading weights"
     assert Child("nothing", [], {}, None).log_tail() == ""
 
 

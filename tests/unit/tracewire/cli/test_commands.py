@@ -9,8 +9,8 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.command_page import page
-from tracewire.cli.commands import EXITS, Parser, add_command, add_group, exits_of, subparsers_of
-from tracewire.cli.main import build_parser
+from tracewire.cli.commands import EXITS, Parser, add_command, add_group, exits_of, positive, subparsers_of
+from tracewire.cli.main import build_parser, main
 
 
 async def nothing(options: argparse.Namespace) -> int:
@@ -49,6 +49,37 @@ def test_an_error_is_one_line_that_names_the_help(capsys: pytest.CaptureFixture[
         assert error.startswith("tracewire x: error: ")
         assert error.endswith("(see tracewire x --help)\n")
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rnu"], "tracewire: error: no command is called 'rnu'; did you mean run? (see tracewire --help)"),
+        (["engin", "demo"], "no command is called 'engin'; did you mean engine?"),
+        (["xyzzy"], "no command is called 'xyzzy'; expected one of up, run, chat, "),
+        (["edits", "instal"], "tracewire edits: error: no action is called 'instal'; did you mean install?"),
+        (
+            ["run", "demo", "hi", "--max-token", "5"],
+            "tracewire run: error: unrecognized arguments: --max-token 5; did you mean --max-tokens?",
+        ),
+        (["run", "demo", "hi", "there"], "tracewire run: error: unrecognized arguments: there (see tracewire run"),
+        (["ready", "--model", "\udcff"], r"expected arguments in UTF-8, got '\udcff'"),
+    ],
+)
+def test_a_misspelt_word_is_told_with_the_nearest(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "", str(1 << 31)])
+def test_a_number_of_things_is_a_positive_integer(text: str) -> None:
+    assert positive("32") == 32
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a positive integer"):
+        positive(text)
 
 
 def test_groups_have_subcommands() -> None:

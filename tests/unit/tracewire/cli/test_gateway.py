@@ -48,6 +48,22 @@ async def test_what_cannot_be_served(arguments: list[str], message: str, capsys:
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "65536"], "argument --port: expected a port from 0 to 65535, got 65536"),
+        (["--port", "-1"], "argument --port: expected a port from 0 to 65535, got -1"),
+        (["--concurrency", "-1"], "argument --concurrency: expected a number of requests, or 0 for any, got -1"),
+        (["--drain", "nan"], "argument --drain: expected seconds, such as 30, got nan"),
+    ],
+)
+async def test_a_wrong_number_names_its_option(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        await command("gateway", "--url", "redis://localhost", *words)
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 async def test_a_taken_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 

@@ -48,7 +48,9 @@ async def test_errors_are_one_line(
 def test_no_url_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRACEWIRE_URL", raising=False)
     assert cli.main(["models"]) == 1
-    assert "TRACEWIRE_URL" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "TRACEWIRE_URL" in error
+    assert "`tracewire up demo`" in error
 
 
 def test_subcommands_of_other_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

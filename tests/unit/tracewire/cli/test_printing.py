@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,28 @@ def test_json_is_a_document_or_a_line(capsys: pytest.CaptureFixture[str]) -> Non
     document, line = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert json.loads(document) == {"a": ["ä"]}
     assert json.loads(line) == {"a": "x\ny"}
+
+
+def printing(code: str, encoding: str) -> bytes:
+    """What such code prints where the output has this encoding."""
+    program = f"from tracewire.cli.printing import *\nprint_any_character()\n{code}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding, "TERM": "dumb"}
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment).stdout
+
+
+def test_output_that_is_not_utf_8_lacks_some_characters_and_fails_for_none() -> None:
+    assert printing("print('\xe9 \u2581')", "latin-1") == b"\xe9 ?\n"
+    assert printing("print('\xe9 \u2581')", "utf-8") == "é ▁\n".encode()
+    # JSON loses nothing.
+    for line in ("print_json", "print_json_line"):
+        assert json.loads(printing(f"{line}(['\xe9 \u2581'])", "ascii")) == ["é ▁"]
+
+
+def test_a_table_leaves_out_the_last_columns_if_they_are_empty() -> None:
+    rows = "print_rows(('one', 'two', 'three'), [(1, '', ''), (2, 'x', '')])"
+    terminal = f"import sys\nsys.stdout.isatty = lambda: True\n{rows}"
+    header, _, first, second = filter(str.strip, printing(terminal, "utf-8").decode().splitlines())
+    assert [header.split(), first.split(), second.split()] == [["one", "two"], ["1"], ["2", "x"]]
 
 
 def test_remarks_do_not_mix_with_data(capsys: pytest.CaptureFixture[str]) -> None:
