@@ -16,6 +16,7 @@ split. Rounds of requests that read with either, or with none, take turns. By nu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -86,6 +87,8 @@ async def compare(client: Client, kind: str, requests: int, options: argparse.Na
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
+    # On CPUs, vLLM finds no cores for several ranks by itself.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(options.ranks))))
     with tempfile.TemporaryDirectory() as folder:
         saes = [
             make(Path(folder, name), count, options.architecture)
