@@ -53,7 +53,9 @@ def failed(notebook: nbformat.NotebookNode) -> list[str]:
     errors = ["\n".join(output.traceback) for output in outputs if output.output_type == "error"]
     # IPython points at the line of the cell, in colours.
     return [
-        match[1] for error in errors for match in re.finditer(r"^-+> \d+ (.*)$", re.sub(r"\x1b\[[0-9;]*m", "", error), re.M)
+        match[1]
+        for error in errors
+        for match in re.finditer(r"^-+> \d+ (.*)$", re.sub(r"\x1b\[[0-9;]*m", "", error), re.M)
     ]
 
 
@@ -62,9 +64,7 @@ def output_bytes(notebook: nbformat.NotebookNode) -> int:
     return sum(len(json.dumps(cell.get("outputs", []))) for cell in notebook.cells)
 
 
-async def executed(
-    path: Path, environment: Mapping[str, str], *, findings: bool = False
-) -> nbformat.NotebookNode:
+async def executed(path: Path, environment: Mapping[str, str], *, findings: bool = False) -> nbformat.NotebookNode:
     """The notebook after a run of all its cells in a kernel of its own.
 
     Args:

@@ -178,7 +178,9 @@ class RunnerParts:
         if pipeline is not None:
             topology = interleaver.topology = pipeline.topology
             interleaver.elsewhere = topology.elsewhere
-            self.tracewire_declared.here = lambda location: topology.owner(location) in (None, topology.index)
+            self.tracewire_declared.here = store.here = lambda location: (
+                topology.owner(location) in (None, topology.index)
+            )
             topology.adopt(model)
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))

@@ -47,6 +47,7 @@ class AutoencoderStore:
         folders: of the engine's own autoencoders, by name.
         bound, host_bound: bytes that all autoencoders take at most, of the device and of the host's memory.
         rank, ranks: the number of this tensor-parallel rank, and how many there are.
+        here: under pipeline parallelism, whether this stage serves a location.
         split_above: the ranks split an autoencoder of more bytes; `None` for those that `bound` is too small for.
         release: is called to drop what keeps unused autoencoders.
     """
@@ -57,6 +58,7 @@ class AutoencoderStore:
         self.bound, self.host_bound = BOUND, HOST_BOUND
         self.rank, self.ranks = 0, 1
         self.split_above: int | None = None
+        self.here: Callable[[str], bool] = lambda _: True
         self.release: Callable[[], None] = lambda: None
         self._recent: OrderedDict[bytes, DeviceAutoencoder] = OrderedDict()
         #: Those that something uses: the recent ones, and those of live requests.

@@ -119,6 +119,7 @@ class Op:
     bias: torch.Tensor | None
     autoencoder: DeviceAutoencoder | None
     choice: Choice | None
+    sites: tuple[tuple[str, bool], ...]
     kept: KeptRows | None
 
     __slots__ = (

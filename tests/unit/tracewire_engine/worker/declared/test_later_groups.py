@@ -109,6 +109,13 @@ def test_no_recording_has_what_ranks_exchange(name: str) -> None:
     assert exchanged == 1 if recorded else exchanged > 20
 
 
+def test_requests_that_read_in_two_ways_are_apart() -> None:
+    """As many features chosen as are read elsewhere."""
+    sae, declared = autoencoder("relu"), DeclaredRequests(torch.device("cpu"))
+    reads = [Features("f", "", sae, top_k=3, threshold=0.1), Features("f", "", sae, indices=[1, 5, 9])]
+    play(7, declared, steps=45, make=lambda rng: [(rng.choice(reads), [1])])
+
+
 def test_ranks_that_do_not_agree_end_the_requests_and_exchange_nothing() -> None:
     added: list[torch.Tensor] = []
     declared = split(0, 2, added.append)
