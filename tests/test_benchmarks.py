@@ -88,7 +88,7 @@ def test_every_benchmark_is_run_by_a_test_of_this_file() -> None:
             assert any(call in source for call in ran), path.name
 
 
-@pytest.mark.parametrize("module", ["blobs", "kinds", "overhead", "soak", "steering", "volume"])
+@pytest.mark.parametrize("module", ["autoencoders", "blobs", "kinds", "overhead", "soak", "steering", "volume"])
 def test_one_that_needs_an_engine_imports_and_says_what_it_takes(module: str) -> None:
     """The others are run in every case."""
     assert f"{module}.py [-h]" in run(module, "--help").stdout
@@ -319,6 +319,18 @@ def test_kinds() -> None:
         if one["kind"] != "none":
             above_zero(one, "to_none")
             assert bool(one["mb_s"]) <= KINDS[one["kind"]].saves
+
+
+@own_engine
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ["relu", "topk"])
+def test_autoencoders(architecture: str) -> None:
+    size = ("--features", "600", "--requests", "1", "2", "--tokens", "8", "--rounds", "1")
+    found = figures("autoencoders", "--architecture", architecture, *size)
+    assert len(found) == 6
+    for one in found.values():
+        above_zero(one, "split_to_whole", "split_to_none", "whole_to_none")
+        assert one["least"] == one["split_to_whole"] == one["most"]
 
 
 @own_engine

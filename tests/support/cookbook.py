@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import nbformat
 from tests.support import ROOT
 from tests.support.jupyter import kernel_environment
 
-__all__ = ["COOKBOOK", "CUT", "checks", "executed", "notebooks", "output_bytes", "saved"]
+__all__ = ["COOKBOOK", "CUT", "checks", "executed", "failed", "notebooks", "output_bytes", "saved"]
 
 COOKBOOK = ROOT / "examples" / "cookbook"
 #: The tag of a cell that may raise: nbclient passes over its error.
@@ -46,20 +47,43 @@ def checks(notebook: nbformat.NotebookNode) -> int:
     return sum(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree))
 
 
+def failed(notebook: nbformat.NotebookNode) -> list[str]:
+    """The assertions that failed in its run."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    errors = ["\n".join(output.traceback) for output in outputs if output.output_type == "error"]
+    # IPython points at the line of the cell, in colours.
+    return [
+        match[1]
+        for error in errors
+        for match in re.finditer(r"^-+> \d+ (.*)$", re.sub(r"\x1b\[[0-9;]*m", "", error), re.M)
+    ]
+
+
 def output_bytes(notebook: nbformat.NotebookNode) -> int:
     """The size of all its outputs in its file."""
     return sum(len(json.dumps(cell.get("outputs", []))) for cell in notebook.cells)
 
 
-async def executed(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode:
+async def executed(path: Path, environment: Mapping[str, str], *, findings: bool = False) -> nbformat.NotebookNode:
     """The notebook after a run of all its cells in a kernel of its own.
+
+    Args:
+        path: its file.
+        environment: of the kernel.
+        findings: go on behind an assertion that fails: the experiment came out otherwise.
 
     Raises:
         CellExecutionError: a cell raised.
     """
     made = saved(path)
     folder = {"metadata": {"path": str(path.parent)}}
-    run = nbclient.NotebookClient(made, timeout=PATIENCE, resources=folder, record_timing=False)
+    run = nbclient.NotebookClient(
+        made,
+        timeout=PATIENCE,
+        resources=folder,
+        record_timing=False,
+        allow_error_names=["AssertionError"] if findings else [],
+    )
     await run.async_execute(env={**kernel_environment(), **environment})
     nbformat.validate(made)
     return made

@@ -28,6 +28,7 @@ RUN_BY = {
         "tests/e2e/serving/test_demo.py::test_the_demo_s_three_consumers_agree_with_each_other_and_with_nnsight"
     ),
     "make faults": "tests/faults/test_harness.py::test_nothing_is_lost_whatever_breaks",
+    "python -m benchmarks.autoencoders": _BENCHMARKS + "autoencoders",
     "python -m benchmarks.blobs": _BENCHMARKS + "blobs",
     "python -m benchmarks.blocks": _BENCHMARKS + "blocks",
     "python -m benchmarks.blocking": _BENCHMARKS + "blocking",

@@ -318,7 +318,7 @@ def play(
     With `declared.buffers`, the taps' kernels serve the steps that fit.
     """
     rng = random.Random(seed)
-    torch.manual_seed(seed)
+    noise = torch.Generator().manual_seed(seed)
     feed, live, finished, kept = ReadDecoder(), {}, [], 0
     buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     ids: dict[int, torch.Tensor] = {}
@@ -350,8 +350,8 @@ def play(
         streams = []
         taps = declared.buffers if declared.fits_buffers(serving=True) else None
         for layer, (hidden, residual) in enumerate(buffers[total]):
-            hidden.copy_(torch.randn(total + 2, HIDDEN))
-            residual.copy_(torch.randn(total + 2, HIDDEN))
+            for half in (hidden, residual):
+                half.copy_(torch.randn(total + 2, HIDDEN, generator=noise))
             streams.append((hidden + residual)[:total].numpy().copy())
             if taps is not None:
                 taps.launch(f"layer.{layer}.output", (hidden, residual))

@@ -61,6 +61,7 @@ from .condition_checks import (
     outputs_of,
     with_values,
 )
+from .foreign_names import our_name
 from .kind_checks import CHECKED, UNKNOWN, KnownModel, check_hold, check_kind, same_places
 from .tree import ModuleTree
 from .value_checks import DeclarationError, check_array, check_content, check_number
@@ -179,14 +180,20 @@ def find_sites(tree: ModuleTree, at: str) -> tuple[list[Site], bool]:
             path, value = path.removesuffix("." + suffix), suffix
     if "*" not in path:
         if not path or not tree.knows(path):
-            near = tree.nearest(path) if path else None
-            raise ValueError(f"the model has no module {path!r}" + (f"; the nearest is {near!r}" if near else ""))
+            raise ValueError(f"the model has no module {path!r}{_instead(tree, path)}")
         return [Site(path, value)], False  # type: ignore[arg-type]
     steps = [step.split("*") for step in path.split(".")]
     matching = [Site(known, value) for known in tree.paths if _matches(steps, known)]  # type: ignore[arg-type]
     if not matching:
         raise ValueError(f"no module of the model matches {path!r}")
     return matching, True
+
+
+def _instead(tree: ModuleTree, path: str) -> str:
+    """What the caller may have meant by a path that the model does not have."""
+    ours = our_name(path)
+    near = None if ours else tree.nearest(path) if path else None
+    return f": it is {ours} here" if ours else f"; the nearest is {near!r}" if near else ""
 
 
 def _matches(steps: Sequence[Sequence[str]], path: str) -> bool:

@@ -104,7 +104,10 @@ def _check_features(
         if model.saes is not None:
             if sae not in model.saes:
                 known = ", ".join(sorted(model.saes)) or "none"
-                raise DeclarationError(f"{field}.sae", f"the engine has no autoencoder {sae!r} (it has: {known})")
+                says = f"the engine has no autoencoder {sae!r} (it has: {known}); tracewire engine --sae NAME=FOLDER"
+                raise DeclarationError(
+                    f"{field}.sae", f"{says} gives it one, and SparseAutoencoder.load reads a folder"
+                )
             sae = model.saes[sae]
     else:
         shape = _shape(one.weights, f"{field}.weights")

@@ -42,7 +42,7 @@ from .early import checked, print_help
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
-from .sae_options import described
+from .sae_options import check_room, described
 from .sandbox import SandboxError, sandbox
 from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
@@ -220,6 +220,7 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
 
     Raises:
         UnsupportedSetting: Tracewire does not support one of them.
+        ValueError: an autoencoder has no room on an engine with them.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -228,6 +229,8 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     choose_runner(options.model_runner)
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments, options.tap)
+    limits = options.sae_bytes, options.sae_host_bytes, options.sae_split_bytes
+    check_room(options.autoencoders, arguments.tensor_parallel_size, *limits)
     if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
         raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
     if not getattr(arguments, "allowed_media_domains", None):
@@ -289,6 +292,7 @@ def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
         saes=dict(options.sae),
         sae_bytes=options.sae_bytes,
         sae_host_bytes=options.sae_host_bytes,
+        sae_split_bytes=options.sae_split_bytes,
     )
 
 

@@ -51,6 +51,7 @@ from tracewire_engine.protocol.keys import (
     RAY_CLUSTER,
     SAE_BYTES,
     SAE_HOST_BYTES,
+    SAE_SPLIT_BYTES,
     SAES,
     STEP_TOKENS,
     WORKER_PATIENCE,
@@ -226,6 +227,8 @@ class WorkerSettings:
     saes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sae_bytes: int = 1 << 30
     sae_host_bytes: int = 0
+    #: Above which tensor-parallel ranks split one; `None` for those that `sae_bytes` is too small for.
+    sae_split_bytes: int | None = None
 
 
 def build_engine(
@@ -276,6 +279,7 @@ def build_engine(
         SAES: {name: str(Path(folder).resolve()) for name, folder in settings.saes.items()},
         SAE_BYTES: settings.sae_bytes,
         SAE_HOST_BYTES: settings.sae_host_bytes,
+        SAE_SPLIT_BYTES: settings.sae_split_bytes,
     }
     if cluster is not None:
         from tracewire_engine.core.ray_executor import TracewireRayExecutor

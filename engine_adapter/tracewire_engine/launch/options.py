@@ -178,6 +178,13 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         help="how much pinned memory of the host autoencoders may take, for each worker, where a GPU has no room "
         "(default: none)",
     )
+    group.add_argument(
+        "--sae-split-bytes",
+        type=whole(0),
+        metavar="BYTES",
+        help="with --tensor-parallel-size, the ranks split the features of an autoencoder of more bytes than this "
+        "(default: those that --sae-bytes is too small for)",
+    )
     group.set_defaults(autoencoders={})
     # The command makes the key of permits when it starts.
     group.set_defaults(permit_key=b"")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tracewire_bus.domain.autoencoders import SparseAutoencoder, WrongAutoencoder
 from tracewire_bus.wire.feature_kinds import Autoencoder
+from tracewire_engine.protocol.autoencoder_parts import parts_of, size_in_bytes
 
-__all__ = ["described"]
+__all__ = ["check_room", "described"]
 
 
 def described(saes: Iterable[tuple[str, str]]) -> dict[str, Autoencoder]:
@@ -25,3 +26,29 @@ def described(saes: Iterable[tuple[str, str]]) -> dict[str, Autoencoder]:
         except (WrongAutoencoder, OSError, ModuleNotFoundError) as error:
             raise ValueError(f"--sae {name}={folder}: {error}") from error
     return found
+
+
+def check_room(
+    saes: Mapping[str, Autoencoder], ranks: int, device: int, host: int, split_above: int | None = None
+) -> None:
+    """Check that each of the engine's autoencoders has room where no other one is in use.
+
+    Args:
+        saes: what they are, by name.
+        ranks: how many tensor-parallel ranks the engine has.
+        device, host: how many bytes all may take, of a device and of the host's memory.
+        split_above: the ranks split an autoencoder of more bytes; `None` for those of more than `device`.
+
+    Raises:
+        ValueError: one has no room.
+    """
+    for name, one in saes.items():
+        parts = parts_of(one, ranks, device if split_above is None else split_above)
+        # The last rank has the most features.
+        needed = size_in_bytes(one, parts - 1, parts)
+        if needed > max(device, host):
+            where = "" if ranks == 1 else f" on each of {ranks} ranks" + (", which split it" if parts > 1 else "")
+            raise ValueError(
+                f"--sae {name}: an autoencoder of {one.features} features of width {one.width} takes {needed} bytes"
+                f"{where}; expected at most {device} (--sae-bytes), or {host} (--sae-host-bytes)"
+            )

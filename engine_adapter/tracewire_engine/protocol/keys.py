@@ -104,6 +104,8 @@ RAY_CLUSTER = "tracewire_ray_cluster"
 SAES = "tracewire_saes"
 SAE_BYTES = "tracewire_sae_bytes"
 SAE_HOST_BYTES = "tracewire_sae_host_bytes"
+#: Likewise: the bytes above which tensor-parallel ranks split one; `None` for those that the device is too small for.
+SAE_SPLIT_BYTES = "tracewire_sae_split_bytes"
 
 #: Key of `additional_config`: how long workers on other machines and the adapter wait for each other, in seconds.
 WORKER_PATIENCE = "tracewire_worker_patience"

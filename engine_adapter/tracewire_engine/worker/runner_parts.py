@@ -30,6 +30,7 @@ from tracewire_engine.protocol.keys import (
     PERMIT_KEY,
     SAE_BYTES,
     SAE_HOST_BYTES,
+    SAE_SPLIT_BYTES,
     SAES,
 )
 from tracewire_engine.protocol.permits import Permits
@@ -158,13 +159,14 @@ class RunnerParts:
         vectors = self.tracewire_declared.decoded.vectors
         vectors.folder = self.tracewire_inputs
         config = self.vllm_config.additional_config
-        vectors.autoencoders.folders = config.get(SAES) or {}
-        vectors.autoencoders.bound = config.get(SAE_BYTES, BOUND)
-        vectors.autoencoders.host_bound = config.get(SAE_HOST_BYTES, HOST_BOUND)
+        store, group = vectors.autoencoders, get_tp_group()
+        store.folders, store.split_above = config.get(SAES) or {}, config.get(SAE_SPLIT_BYTES)
+        store.bound, store.host_bound = config.get(SAE_BYTES, BOUND), config.get(SAE_HOST_BYTES, HOST_BOUND)
+        store.rank, store.ranks = group.rank_in_group, group.world_size
         self.tracewire_declared.ids = self.step_ids
         self.tracewire_declared.module_at = partial(_module_at, module)
-        if get_tp_group().world_size > 1:
-            self.tracewire_declared.shards = get_tp_group().rank_in_group, tensor_model_parallel_all_reduce
+        if group.world_size > 1:
+            self.tracewire_declared.shards = group.rank_in_group, tensor_model_parallel_all_reduce
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments
@@ -176,7 +178,9 @@ class RunnerParts:
         if pipeline is not None:
             topology = interleaver.topology = pipeline.topology
             interleaver.elsewhere = topology.elsewhere
-            self.tracewire_declared.here = lambda location: topology.owner(location) in (None, topology.index)
+            self.tracewire_declared.here = store.here = lambda location: (
+                topology.owner(location) in (None, topology.index)
+            )
             topology.adopt(model)
         kind: Any = type(model)
         self.tracewire_phases = frozenset(value._location(model) for value in (kind.logits, kind.samples))

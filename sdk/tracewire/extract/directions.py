@@ -16,6 +16,8 @@ __all__ = ["METHODS", "Direction", "LayerScore", "Method", "cross_validated", "f
 Array: TypeAlias = Any
 Method: TypeAlias = Literal["difference_of_means", "principal_components", "logistic"]
 METHODS: Final = get_args(Method)
+#: The separation of activations that are alike within each kind.
+_FAR: Final = 1e6
 
 
 class Direction(NamedTuple):
@@ -37,14 +39,14 @@ class Direction(NamedTuple):
 
 
 class LayerScore(NamedTuple):
-    """How well the direction of one location tells held-out activations apart, as the mean over the folds.
+    """How well the direction of one location tells held-out activations apart.
 
     Attributes:
         layer: the layer's index; None for a location that is no layer.
         at: the location.
         auroc: the probability that a positive activation projects higher than a negative one.
         accuracy: how many are on their side of the threshold.
-        separation: how far the means of the projections lie apart, in their standard deviations.
+        separation: how far the means of the projections lie apart, in their standard deviations, over all folds.
         distance: how far the means of all activations lie apart along the direction of all.
     """
 
@@ -106,13 +108,23 @@ def _logistic(positive: Array, negative: Array) -> Direction:
 
 
 def cross_validated(positive: Array, negative: Array, method: Method, folds: int) -> tuple[float, float, float]:
-    """The mean AUROC, accuracy and separation of held-out activations, over `folds` folds of both kinds."""
+    """The AUROC, accuracy and separation of held-out activations, over `folds` folds of both kinds.
+
+    AUROC and accuracy are means over the folds. A fold may hold out one activation of a kind, which has no standard
+    deviation, so the separation is that of all folds together, of the projections less the threshold of the fold.
+    """
 
     import numpy as np
 
-    scores = [_scores(found(*kept, method), *held_out) for kept, held_out in _folds(positive, negative, folds)]
-    auroc, accuracy, separation = np.mean(scores, axis=0)
-    return float(auroc), float(accuracy), float(separation)
+    scores, above, below = [], [], []
+    for kept, held_out in _folds(positive, negative, folds):
+        direction = found(*kept, method)
+        first, second = (rows.astype(np.float64) @ direction.vector - direction.threshold for rows in held_out)
+        scores.append(_scores(first, second))
+        above.append(first)
+        below.append(second)
+    auroc, accuracy = np.mean(scores, axis=0)
+    return float(auroc), float(accuracy), _separation(np.concatenate(above), np.concatenate(below))
 
 
 def _folds(positive: Array, negative: Array, folds: int) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
@@ -126,12 +138,18 @@ def _folds(positive: Array, negative: Array, folds: int) -> Iterator[tuple[tuple
         yield (positive[~first], negative[~second]), (positive[first], negative[second])
 
 
-def _scores(direction: Direction, positive: Array, negative: Array) -> tuple[float, float, float]:
-    import numpy as np
-
-    above, below = (rows.astype(np.float64) @ direction.vector for rows in (positive, negative))
+def _scores(above: Array, below: Array) -> tuple[float, float]:
+    """The AUROC and the accuracy of projections, whose threshold is 0."""
     pairs = above[:, None] - below[None, :]
     auroc = float((pairs > 0).mean() + (pairs == 0).mean() / 2)
-    accuracy = ((above > direction.threshold).mean() + (below <= direction.threshold).mean()) / 2
-    spread = np.sqrt((above.var() + below.var()) / 2) or np.finfo(float).tiny
-    return auroc, float(accuracy), float((above.mean() - below.mean()) / spread)
+    return auroc, float(((above > 0).mean() + (below <= 0).mean()) / 2)
+
+
+def _separation(above: Array, below: Array) -> float:
+    """How far the means of projections lie apart, in their standard deviations: at most `_FAR`."""
+
+    import numpy as np
+
+    apart = float(above.mean() - below.mean())
+    spread = float(np.sqrt((above.var() + below.var()) / 2))
+    return apart / max(spread, abs(apart) / _FAR) if apart else 0.0

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.engine_process import is_asked_for
+from tests.support.parallel.kinds import SPLIT_BYTES
 from tests.support.parallel.layouts import CAPACITY, Served, served
 
 
@@ -21,7 +22,8 @@ async def stages_starting(starts_engine: None, tmp_path_factory: pytest.TempPath
 async def ranks(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """An engine of two ranks, on a core each, which runs three requests at once. The last test kills it."""
     options = ("--tensor-parallel-size", "2", "--max-num-seqs", "3", "--capacity", str(CAPACITY))
-    async with served(tmp_path_factory.mktemp("ranks"), *options) as engine:
+    split = ("--sae-split-bytes", str(SPLIT_BYTES))
+    async with served(tmp_path_factory.mktemp("ranks"), *options, *split) as engine:
         yield engine
 
 

@@ -107,6 +107,26 @@ async def test_the_code_of_nnsight_s_page(client: Client, model: Model, capsys: 
     assert len(scope["result"].shared["rows"]) == 4 + 5
 
 
+async def test_the_code_for_those_who_come_from_other_libraries(
+    client: Client, engine_bus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = np.random.default_rng(7).standard_normal((64, 256)).astype(np.float32) / 16
+    sae = tracewire.SparseAutoencoder(rows, rows, model="demo", at="residual(4)")
+    sae.save("blocks.4.hook_resid_post")
+    scope: dict[str, Any] = {}
+    await run_page(DOCS / "researchers.md", scope, redis=engine_bus)
+    await scope["client"].library.remove("codelike")
+    await scope["client"].aclose()
+    # Where the prompts differ, the first layer has the answer; at the end, the last one has.
+    normalized = scope["sweep"].normalized
+    assert normalized[0].argmax() == 10
+    assert abs(normalized[-1, -1] - 1) < 0.1
+    watched = scope["saved"].to_numpy("watched")
+    assert watched[12:].mean() > watched[:9].mean() + 10
+    assert "residual(" in capsys.readouterr().out
+
+
 async def test_the_code_of_the_page_of_errors(client: Client) -> None:
     (cell,) = blocks(DOCS / "errors.md", "python")
     scope: dict[str, Any] = {"tracewire": tracewire, "anyio": anyio, "client": client, "prompt": "def parse(text):"}

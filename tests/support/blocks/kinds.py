@@ -186,12 +186,14 @@ def attends(model, tracer, live, layers):
 
 
 @tracewire.intervention
-def features(model, tracer, live, layers, encoder, bias, threshold, decoder, chosen, scale, add):
-    """`Features` of a jumprelu autoencoder, the greatest and chosen ones; and `SteerFeatures`."""
+def features(model, tracer, live, layers, encoder, bias, threshold, k, decoder, chosen, scale, add):
+    """`Features` of an autoencoder, the greatest and chosen ones; and `SteerFeatures`. With a `k`, it is a topk."""
     top, picked, after = [[].save() for _ in range(3)]
 
     def activations(stream):
         before = stream.float() @ encoder.T + bias
+        if k:
+            return torch.where(before >= before.topk(k).values[..., -1:], before.relu(), 0.0)
         return torch.where(before > threshold, before.relu(), 0.0)
 
     for _ in tracer.iter[:]:

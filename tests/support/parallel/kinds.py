@@ -37,11 +37,11 @@ from tracewire import (
     When,
 )
 
-__all__ = ["KINDS", "LAYOUTS", "TABLE", "Kind", "differences", "of_prompts"]
+__all__ = ["KINDS", "LAYOUTS", "SPLIT_BYTES", "TABLE", "Kind", "differences", "of_prompts"]
 
 LAYOUTS = ("one rank", "two ranks", "two stages")
 LAYERS = (1, 6)
-WIDTH, SIZE, FEATURES = 256, 64, 48
+WIDTH, SIZE = 256, 64
 PROMPT = [11, 5, 20, 7, 31, 8]
 #: The prompt whose values another one takes.
 GIVING = [3, 90, 14, 200, 35, 61]
@@ -59,9 +59,10 @@ ROWS = _rng.standard_normal((3, WIDTH)).astype(np.float32)
 MEANS = _rng.standard_normal((2, 2, SIZE)).astype(np.float32)
 #: Which some of the tokens have at either layer, and others have not.
 ABOVE, RELEASE = 1.0, 0.2
-ENCODER, DECODER = (_rng.standard_normal((2, FEATURES, WIDTH)) / 16).astype(np.float32)
-THRESHOLD = np.full(FEATURES, 0.1, np.float32)
-SAE = SparseAutoencoder(ENCODER, DECODER, ENCODER[:, 0].copy(), architecture="jumprelu", threshold=THRESHOLD)
+#: The features of a small autoencoder; and of large ones, which have so many bytes that the engine of two ranks splits
+#: them.
+FEATURES, MANY = 48, 201
+SPLIT_BYTES = 4 * WIDTH * (FEATURES + MANY)
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,35 @@ def _edit(says: str, name: str, make: Any, rounding: float, amount: float = 0.0)
 
 _AFTER = Probe("after", "residual(7)", positions="all")
 _READ = 1e-5
-#: One step of bfloat16 at the greatest element.
-_EDIT = 2.0**-8
+#: One step of bfloat16 at the greatest element: of a number that is little less than a power of two, and of any.
+_EDIT, _STEP = 2.0**-8, 2.0**-7
+
+
+def _features(says: str, count: int, chosen: list[int], k: int = 0) -> Kind:
+    """The greatest features and chosen ones, changed then: of a jumprelu autoencoder, or of a topk."""
+    rng = np.random.default_rng(count)
+    encoder, decoder = (rng.standard_normal((2, count, WIDTH)) / 16).astype(np.float32)
+    bias, threshold = encoder[:, 0].copy(), np.full(count, 0.1, np.float32)
+    kind: dict[str, Any] = {"architecture": "topk", "k": k} if k else {"architecture": "jumprelu"}
+    sae = SparseAutoencoder(encoder, decoder, bias, **kind, **({} if k else {"threshold": threshold}))
+    block = blocks.features(
+        layers=[*LAYERS],
+        encoder=encoder,
+        bias=bias,
+        threshold=threshold,
+        k=k,
+        decoder=decoder,
+        chosen=chosen,
+        scale=0.5,
+        add=1.0,
+    )
+    declared = [
+        *_each("top", lambda name, at: Features(name, at, sae, top_k=3)),
+        *_each("picked", lambda name, at: Features(name, at, sae, indices=chosen)),
+        *(SteerFeatures(f"residual({layer})", sae, chosen, scale=0.5, add=1.0) for layer in LAYERS),
+        _AFTER,
+    ]
+    return Kind(says, declared, block, {"top": _READ, "picked": _READ, "after": _EDIT if count == FEATURES else _STEP})
 
 
 def _when(layer: int) -> When:
@@ -199,26 +227,9 @@ KINDS: dict[str, Kind] = {
         blocks.attends(layers=[*LAYERS]),
         {"whole": 1e-2},
     ),
-    "features": Kind(
-        "`Features`, `SteerFeatures`",
-        [
-            *_each("top", lambda name, at: Features(name, at, SAE, top_k=3)),
-            *_each("picked", lambda name, at: Features(name, at, SAE, indices=[1, 7, 20])),
-            *(SteerFeatures(f"residual({layer})", SAE, [1, 7, 20], scale=0.5, add=1.0) for layer in LAYERS),
-            _AFTER,
-        ],
-        blocks.features(
-            layers=[*LAYERS],
-            encoder=ENCODER,
-            bias=ENCODER[:, 0].copy(),
-            threshold=THRESHOLD,
-            decoder=DECODER,
-            chosen=[1, 7, 20],
-            scale=0.5,
-            add=1.0,
-        ),
-        {"top": _READ, "picked": _READ, "after": _EDIT},
-    ),
+    "features": _features("`Features`, `SteerFeatures`", FEATURES, [1, 7, 20]),
+    "split features": _features("`Features`, `SteerFeatures`: two ranks split the autoencoder", MANY, [1, 7, 200]),
+    "split topk": _features("`Features`, `SteerFeatures` of a `topk`: two ranks split it", MANY, [1, 7, 200], k=40),
     "conditions": Kind(
         "`When`: a probe with hysteresis",
         [

@@ -63,8 +63,9 @@ class SiteGroup(Group):
     #: The memory that it reads grows from step to step.
     steady = False
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, attention: AttentionSite, device: torch.device) -> None:
         """Set up what stays the same for the plan."""
+        self.attention = attention
         slots = self.attention.pool.slots(id(member.declaration) for member in self.members)
         self.positions = _rows_of(self.rows, self.members, device)
         repeated = [slot for slot, count in zip(slots, self.rows.counts, strict=True) for _ in range(count)]

@@ -5,136 +5,39 @@ its folder when a trace first needs it. What no live request uses goes first whe
 used before others. Where those in use leave no room, another one stays in the host's memory, which is pinned. What
 needs chosen features only copies their rows to the device once. What needs all features copies the whole encoder in
 each step, piece by piece. Where that has no room either, the trace that needs the autoencoder fails.
+
+Under tensor parallelism, the ranks split the features of a large autoencoder. Whether they do so depends on its size
+alone, so all ranks decide alike. Where each rank keeps its part is the rank's own affair.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from tracewire_bus.domain.autoencoders import SparseAutoencoder, size_of, unpacked
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.feature_kinds import Autoencoder
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.worker.tensors import to_tensors
+from tracewire_engine.protocol.autoencoder_parts import parts_of, size_in_bytes
 
-__all__ = ["BOUND", "HOST_BOUND", "AutoencoderStore", "AutoencodersFull", "DeviceAutoencoder"]
+from .device_autoencoder import DeviceAutoencoder
+
+__all__ = ["BOUND", "HOST_BOUND", "AutoencoderStore", "AutoencodersFull"]
 
 #: Bytes of the device's memory that autoencoders take at most, unless the engine is told otherwise.
 BOUND: Final = 1 << 30
 #: Likewise of the host's memory.
 HOST_BOUND: Final = 0
-#: Bytes of an encoder that are copied to the device at once.
-_PIECE: Final = 64 << 20
-#: Choices of features whose rows one autoencoder keeps.
-_CHOICES: Final = 64
 
 
 class AutoencodersFull(MemoryError):
     """An autoencoder does not fit beside those that live requests use."""
-
-
-class DeviceAutoencoder:
-    """One autoencoder, float32.
-
-    The decoder's bias is a part of the encoder's where the autoencoder takes it off its input.
-
-    Args:
-        one: what it is.
-        packed: its weights.
-        device: where it is used. Its encoder and decoder stay where `packed` is.
-    """
-
-    def __init__(
-        self, one: Autoencoder, packed: torch.Tensor, device: torch.device, *, offloaded: bool = False
-    ) -> None:
-        self.one, self.offloaded, self._device = one, offloaded, device
-        parts = unpacked(one, packed)
-        self.encoder, self.decoder = parts["encoder"], parts["decoder"]
-        taken_off = self.encoder @ parts["decoder_bias"] if one.centered else torch.zeros_like(parts["encoder_bias"])
-        #: `[features, 1 to 3]`: the bias, and the threshold, or the feature's index, or the gate's bias and the scale.
-        if one.architecture == "gated":
-            bias = parts["encoder_bias"] - parts["scale"] * taken_off
-            self.vectors = torch.stack([bias, parts["gate"] - taken_off, parts["scale"]], 1)
-        elif one.architecture == "jumprelu":
-            self.vectors = torch.stack([parts["encoder_bias"] - taken_off, parts["threshold"]], 1)
-        elif one.architecture == "topk":
-            places = torch.arange(one.features, device=packed.device, dtype=torch.float32)
-            self.vectors = torch.stack([parts["encoder_bias"] - taken_off, places], 1)
-        else:
-            self.vectors = (parts["encoder_bias"] - taken_off).unsqueeze(1)
-        #: The bytes that it takes of the device, and of the host.
-        self.nbytes: int = packed.nbytes
-        self.host_nbytes: int = 0
-        if offloaded:
-            self.vectors = self.vectors.to(device)
-            self.nbytes, self.host_nbytes = self.vectors.nbytes, packed.nbytes
-        self._chosen: OrderedDict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
-
-    def chosen(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of chosen features: of the encoder, then of the decoder, `[2 * n, width]`; and `vectors`, `[n, ...]`."""
-        key = tuple(indices)
-        found = self._chosen.get(key)
-        if found is None:
-            places = torch.tensor(key, dtype=torch.int64, device=self.encoder.device)
-            rows = torch.cat([self.encoder[places], self.decoder[places]]).to(self._device)
-            found = rows, self.vectors[places.to(self._device)]
-            self._chosen[key] = found
-            if len(self._chosen) > _CHOICES:
-                self._chosen.popitem(last=False)
-        else:
-            self._chosen.move_to_end(key)
-        return found
-
-    def streams(self, *, chosen: bool) -> bool:
-        """Whether each use copies the encoder from the host, for the activations of `chosen` features or of all."""
-        return self.offloaded and (not chosen or self.one.architecture == "topk")
-
-    def products(self, values: torch.Tensor) -> torch.Tensor:
-        """`[rows, features]` of float32 values `[rows, width]`.
-
-        Raises:
-            ValueError: the values are of another width.
-        """
-        if values.dim() != 2 or values.shape[-1] != self.one.width:
-            raise ValueError(
-                f"an autoencoder of width {self.one.width} does not fit values of {list(values.shape[1:])}"
-            )
-        if not self.offloaded:
-            return values @ self.encoder.T
-        found = values.new_empty(len(values), self.one.features)
-        rows = max(1, _PIECE // (4 * self.one.width))
-        for start in range(0, self.one.features, rows):
-            piece = self.encoder[start : start + rows].to(self._device, non_blocking=True)
-            found[:, start : start + rows] = values @ piece.T
-        return found
-
-    def activations(self, values: torch.Tensor) -> torch.Tensor:
-        """The activations of all features, `[rows, features]`, of float32 values `[rows, width]`."""
-        return self.of_products(self.products(values), self.vectors, values)
-
-    def of_products(self, products: torch.Tensor, vectors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The activations of some features: of their products `[rows, n]`, and their `vectors` `[..., n, 1 to 3]`."""
-        architecture = self.one.architecture
-        if architecture == "gated":
-            magnitude = products * vectors[..., 2] + vectors[..., 0]
-            return torch.where(products + vectors[..., 1] > 0, magnitude.relu(), 0.0)
-        before = products + vectors[..., 0]
-        if architecture == "jumprelu":
-            return torch.where(before > vectors[..., 1], before.relu(), 0.0)
-        if architecture == "topk":
-            # All features decide which of them stay. A product that is computed otherwise would round otherwise.
-            whole = before if vectors is self.vectors else self.products(values) + self.vectors[:, 0]
-            least = whole.topk(self.one.k, dim=-1).values[..., -1:]
-            if vectors is not self.vectors:
-                before = whole.gather(-1, vectors[..., 1].long().expand(before.shape))
-            return torch.where(before >= least, before.relu(), 0.0)
-        return before.relu()
 
 
 class AutoencoderStore:
@@ -143,6 +46,9 @@ class AutoencoderStore:
     Attributes:
         folders: of the engine's own autoencoders, by name.
         bound, host_bound: bytes that all autoencoders take at most, of the device and of the host's memory.
+        rank, ranks: the number of this tensor-parallel rank, and how many there are.
+        here: under pipeline parallelism, whether this stage serves a location.
+        split_above: the ranks split an autoencoder of more bytes; `None` for those that `bound` is too small for.
         release: is called to drop what keeps unused autoencoders.
     """
 
@@ -150,6 +56,9 @@ class AutoencoderStore:
         self._device = device
         self.folders: Mapping[str, str] = {}
         self.bound, self.host_bound = BOUND, HOST_BOUND
+        self.rank, self.ranks = 0, 1
+        self.split_above: int | None = None
+        self.here: Callable[[str], bool] = lambda _: True
         self.release: Callable[[], None] = lambda: None
         self._recent: OrderedDict[bytes, DeviceAutoencoder] = OrderedDict()
         #: Those that something uses: the recent ones, and those of live requests.
@@ -180,19 +89,15 @@ class AutoencoderStore:
             one, packed = loaded.description, loaded.packed
         else:
             one, packed = sae, read(weights)
-        host = self._make_room(4 * size_of(one))
-        weights = np.array(packed, dtype=np.float32)
-        if host:
-            # Pinned, so that copies of it do not wait.
-            tensor = torch.from_numpy(weights)
-            tensor = tensor if self._device.type == "cpu" else tensor.pin_memory()
-        else:
-            tensor = to_tensors(weights, self._device)
-        made = DeviceAutoencoder(one, tensor, self._device, offloaded=host)
+        ranks = parts_of(one, self.ranks, self.bound if self.split_above is None else self.split_above)
+        rank = self.rank if ranks > 1 else 0
+        host = self._make_room(size_in_bytes(one, rank, ranks), ranks)
+        tensor = torch.from_numpy(np.require(packed, np.float32, ["C", "W"]))
+        made = DeviceAutoencoder(one, tensor, self._device, offloaded=host, rank=rank, ranks=ranks)
         self._recent[key] = self._alive[key] = made
         return made
 
-    def _make_room(self, needed: int) -> bool:
+    def _make_room(self, needed: int, ranks: int) -> bool:
         """Drop what is not used until there is room. Returns whether that is the host's, and not the device's.
 
         Raises:
@@ -211,9 +116,10 @@ class AutoencoderStore:
             if self._used(host=host) + needed <= bound:
                 return host
         raise AutoencodersFull(
-            f"an autoencoder of {needed} bytes does not fit: autoencoders take {self.bound} bytes of the device at "
-            f"most (--sae-bytes), and those of running traces take {self._used()}; and {self.host_bound} bytes of the "
-            f"host (--sae-host-bytes), of which {self._used(host=True)} are taken"
+            f"an autoencoder of {needed} bytes{'' if ranks == 1 else f' on each of {ranks} ranks'} does not fit: "
+            f"autoencoders take {self.bound} bytes of the device at most (--sae-bytes), and those of running traces "
+            f"take {self._used()}; and {self.host_bound} bytes of the host (--sae-host-bytes), of which "
+            f"{self._used(host=True)} are taken"
         )
 
     def _used(self, *, host: bool = False) -> int:

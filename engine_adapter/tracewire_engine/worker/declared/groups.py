@@ -124,8 +124,9 @@ class Group:
     #: Whether it changes the values; and whether it does so head by head, each rank its own heads.
     edits = False
     by_head = False
-    #: Whether its kernels are the same, with the same memory, in each step of a plan.
+    #: Whether it has the same rows in each step of a plan; and whether a CUDA graph can have its kernels.
     steady = True
+    recordable = True
     condition: RowCondition | None = None
     watch: Watch | None = None
     collector: Collector | None = None

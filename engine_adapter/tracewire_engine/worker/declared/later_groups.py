@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from tracewire_engine.worker.parallel.rank_agreement import RanksDiffer
+
 from .conditions import Signals, on_device
+from .device_autoencoder import DeviceAutoencoder, Gather
 from .groups import EditGroup, Group, LocationValues, Member, ReadGroup, Rows, along, column, project
 
-__all__ = ["CoordinatesGroup", "FeaturesGroup", "HoldGroup", "LensGroup", "ProjectGroup", "SteerFeaturesGroup"]
+__all__ = [
+    "CoordinatesGroup",
+    "FeatureGroup",
+    "FeaturesGroup",
+    "HoldGroup",
+    "LensGroup",
+    "ProjectGroup",
+    "SteerFeaturesGroup",
+]
+
+Add: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up a tensor of all ranks."""
 
 
 class LensGroup(ReadGroup):
@@ -48,50 +64,76 @@ class ProjectGroup(EditGroup):
         return (-inside if self.one.remove else inside - values) * column(self.numbers[0])
 
 
-class FeaturesGroup(ReadGroup):
-    """Reads for `Features`: the activations of chosen features, or the greatest ones with their features."""
+class FeatureGroup(Group):
+    """Base of the groups with an autoencoder, which is the same for all members."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
-        super().__init__(members, rows, residual, device)
-        self.steady = not _streams(self, chosen=self.one.indices is not None)
+    #: What gets the tensors of all ranks, for an autoencoder that is split over them. Set when the plan is made.
+    gather: Gather | None = None
 
-    def read(self, values: torch.Tensor) -> torch.Tensor:
-        sae, stream = self.members[0].op.autoencoder, values.float()
-        assert sae is not None
-        if self.matrix is not None:
-            assert self.bias is not None
-            count = self.bias.shape[-2]
-            return sae.of_products(project(stream, self.matrix[..., :count, :]), self.bias, stream)
-        top = sae.activations(stream).topk(min(self.one.top_k, sae.one.features), dim=-1)
-        found = top.values > column(self.numbers[0])
-        # Features are whole numbers below 2 ** 24, which float32 holds exactly.
-        features = torch.where(found, top.indices.float(), -1.0)
-        return torch.stack([features, torch.where(found, top.values, 0.0)], -1)
+    @property
+    def sae(self) -> DeviceAutoencoder:
+        """The autoencoder."""
+        found = self.members[0].op.autoencoder
+        assert found is not None
+        return found
 
+    def across(self, rank: int, add: Add | None, agree: Callable[[list[Member]], bool]) -> None:
+        """Have the group exchange with other ranks: `add` adds up a tensor of all ranks, if they `agree` to do so."""
+        if self.sae.ranks > 1 and add is not None:
+            self.gather = partial(_gathered, self.members, rank, self.sae.ranks, add, agree)
 
-class SteerFeaturesGroup(EditGroup):
-    """Edits for `SteerFeatures`."""
-
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
-        super().__init__(members, rows, residual, device)
-        self.steady = not _streams(self, chosen=True)
-
-    def _delta(self, location: LocationValues) -> torch.Tensor:
-        sae, values = self.members[0].op.autoencoder, location.values(self.rows, self.residual).float()
-        assert sae is not None
+    def chosen(self, stream: torch.Tensor) -> torch.Tensor:
+        """The activations of the members' features, `[rows, features]`, of float32 values."""
+        for member in self.members:
+            if member.op.choice is not None:
+                member.op.choice.complete(self.gather)
         assert self.matrix is not None
         assert self.bias is not None
         count = self.bias.shape[-2]
-        now = sae.of_products(project(values, self.matrix[..., :count, :]), self.bias, values)
+        return self.sae.of_chosen(project(stream, self.matrix[..., :count, :]), self.bias, stream, self.gather)
+
+
+def _gathered(
+    members: list[Member], rank: int, ranks: int, add: Add, agree: Callable[[list[Member]], bool], mine: torch.Tensor
+) -> torch.Tensor:
+    """The tensors of all ranks: `[ranks, ...]`."""
+    found = mine.new_zeros(ranks, *mine.shape)
+    found[rank] = mine
+    # Behind all that may fail on one rank alone.
+    if not agree(members):
+        raise RanksDiffer("the ranks do not all use the features of this autoencoder in this step")
+    return add(found)
+
+
+class FeaturesGroup(FeatureGroup, ReadGroup):
+    """Reads for a `Features`: the activations of chosen features, or the greatest ones with their features."""
+
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        super().__init__(members, rows, residual, device)
+        chosen = self.one.indices is not None
+        self.recordable = not self.sae.streams(chosen=chosen) and not self.sae.exchanges(chosen=chosen)
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        if self.one.indices is not None:
+            return self.chosen(values.float())
+        activations, features = self.sae.greatest(values.float(), self.one.top_k, self.gather)
+        found = activations > column(self.numbers[0])
+        # Features are whole numbers below 2 ** 24, which float32 holds exactly.
+        return torch.stack([torch.where(found, features.float(), -1.0), torch.where(found, activations, 0.0)], -1)
+
+
+class SteerFeaturesGroup(FeatureGroup, EditGroup):
+    """Edits for a `SteerFeatures`."""
+
+    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+        super().__init__(members, rows, residual, device)
+        self.recordable = not self.sae.streams(chosen=True) and not self.sae.exchanges(chosen=True)
+
+    def _delta(self, location: LocationValues) -> torch.Tensor:
+        now = self.chosen(location.values(self.rows, self.residual).float())
         add, scale, low, high = map(column, self.numbers)
-        wanted = _bounded(now * scale + add, low, high)
-        return along(wanted - now, self.matrix[..., count:, :])
-
-
-def _streams(group: Group, *, chosen: bool) -> bool:
-    """Whether a group copies an encoder from the host in each step, which no CUDA graph has."""
-    sae = group.members[0].op.autoencoder
-    return sae is not None and sae.streams(chosen=chosen)
+        assert self.matrix is not None
+        return along(_bounded(now * scale + add, low, high) - now, self.matrix[..., now.shape[-1] :, :])
 
 
 class HoldGroup(EditGroup):

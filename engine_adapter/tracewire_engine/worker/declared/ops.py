@@ -34,8 +34,8 @@ from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.topology import Topology
 
-from .autoencoder_store import DeviceAutoencoder
 from .conditions import Signals, condition_key, made_patterns
+from .device_autoencoder import Choice, DeviceAutoencoder
 from .kept_rows import KeptRows
 from .prepared import prepare, spanning_rows
 from .vector_cache import VectorCache
@@ -118,11 +118,13 @@ class Op:
     matrix: torch.Tensor | None
     bias: torch.Tensor | None
     autoencoder: DeviceAutoencoder | None
+    choice: Choice | None
+    sites: tuple[tuple[str, bool], ...]
     kept: KeptRows | None
 
     __slots__ = (
-        *("__weakref__", "autoencoder", "bias", "each_token", "gives", "grouping", "head_size", "heads", "kept", "key"),
-        *("matrix", "numbers", "one", "pattern", "sites", "token_patterns"),
+        *("__weakref__", "autoencoder", "bias", "choice", "each_token", "gives", "grouping", "head_size", "heads"),
+        *("kept", "key", "matrix", "numbers", "one", "pattern", "sites", "token_patterns"),
     )
 
     def __init__(
@@ -134,7 +136,7 @@ class Op:
         #: How many attention heads there are at the sites, and their size; and the heads that are named, if any.
         self.head_size = placed.heads
         self.heads = head_list(one)
-        self.matrix = self.bias = self.autoencoder = None
+        self.matrix = self.bias = self.autoencoder = self.choice = None
         #: Of a `Patch`: the values that it takes of another prompt, and whether this request gives them.
         self.kept = None if placed.kept is None else vectors.kept.of(*placed.kept)
         self.gives = placed.gives

@@ -43,6 +43,7 @@ from .groups import (
 )
 from .key_pool import KeyPools
 from .kinds import group_kind
+from .later_groups import FeatureGroup
 from .layouts import made_layout
 from .ops import Declaration, DecodedCache
 from .recorded_plans import KernelRecorder, RecordedKernels
@@ -211,6 +212,11 @@ class _Plan:
         self.reads |= declaration.reads
         self.steady &= chunk.first >= chunk.prompt and not drafts
         return pieces_of(chunk, drafts)
+
+    def take(self, group: Group) -> None:
+        """Take what a group says of the plan's later steps."""
+        self.steady &= group.steady
+        self.recordable &= group.recordable
 
     @property
     def drafted(self) -> bool:
@@ -501,12 +507,13 @@ class DeclaredRequests:
                 hook = plan.hooks.setdefault(location, LocationHook(location, self))
                 group = group_kind(members[0])(members, rows, residual, self._device)
                 group.location = location
-                plan.steady &= group.steady
+                plan.take(group)
                 if collector is not None:
                     group.collector, group.site = collector, place
                 if isinstance(group, SiteGroup):
-                    group.attention = self._attention(plan, location)
-                    group.begin(self._device)
+                    group.begin(self._attention(plan, location), self._device)
+                elif isinstance(group, FeatureGroup):
+                    group.across(*self.shards, partial(self.agree, location))
                 hook.groups.append(group)
         groups = [group for hook in plan.hooks.values() for group in hook.groups]
         plan.windows = made_windows(self.signals, [one.declaration for one in plan.declarations], total, self.ids)
@@ -515,9 +522,8 @@ class DeclaredRequests:
 
     def _attention(self, plan: _Plan, location: str) -> AttentionSite:
         """What the attention patterns at a location need."""
-        pool = self.pools.at(location)
+        module, pool = self.module_at(location), self.pools.at(location)
         rank, add = self.shards
-        module = self.module_at(location)
         return AttentionSite(module, self.pools, pool, lambda: plan.steps, rank, add, partial(self.agree, location))
 
     def check_reached(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tracewire_bus.wire.messages import Coordinates, Declared, Features, Hold, Lens, Probe, Project, SteerFeatures
 
-from .autoencoder_store import DeviceAutoencoder
+from .device_autoencoder import Choice, DeviceAutoencoder
 from .vector_cache import VectorCache
 
 __all__ = ["prepare", "spanning_rows"]
@@ -23,6 +23,8 @@ class Prepared(Protocol):
     bias: torch.Tensor | None
     numbers: tuple[float, ...]
     autoencoder: DeviceAutoencoder | None
+    choice: Choice | None
+    sites: tuple[tuple[str, bool], ...]
 
 
 def spanning_rows(directions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -63,8 +65,7 @@ def prepare(op: Prepared, one: Declared, vectors: VectorCache, probes: Mapping[s
     if isinstance(one, Features):
         return _features(op, one, vectors)
     if isinstance(one, SteerFeatures):
-        op.autoencoder = vectors.autoencoders.get(one.sae, one.weights, vectors.read)
-        op.matrix, op.bias = op.autoencoder.chosen(one.indices)
+        _prepare_features(op, one, vectors)
         low, high = one.min, one.max
         op.numbers = (
             _number(one.add),
@@ -72,7 +73,7 @@ def prepare(op: Prepared, one: Declared, vectors: VectorCache, probes: Mapping[s
             -float("inf") if low is None else _number(low),
             float("inf") if high is None else _number(high),
         )
-        return op.matrix.shape, id(op.autoencoder)
+        return len(one.indices), id(op.autoencoder)
     if isinstance(one, Hold):
         return _hold(op, one, vectors, probes)
     raise TypeError(f"this engine knows no {type(one).__name__}")
@@ -83,12 +84,22 @@ def _number(value: Any) -> float:
 
 
 def _features(op: Prepared, one: Features, vectors: VectorCache) -> tuple[Any, ...]:
-    op.autoencoder = vectors.autoencoders.get(one.sae, one.weights, vectors.read)
+    _prepare_features(op, one, vectors)
     if one.indices is not None:
-        op.matrix, op.bias = op.autoencoder.chosen(one.indices)
-        return op.matrix.shape, id(op.autoencoder)
+        return "chosen", len(one.indices), id(op.autoencoder)
     op.numbers = (0.0 if one.threshold is None else max(0.0, _number(one.threshold)),)
-    return one.top_k, id(op.autoencoder)
+    return "greatest", one.top_k, id(op.autoencoder)
+
+
+def _prepare_features(op: Prepared, one: Features | SteerFeatures, vectors: VectorCache) -> None:
+    """Get the autoencoder and the rows of chosen features, unless another pipeline stage serves all locations."""
+    store = vectors.autoencoders
+    if not any(store.here(location) for location, _ in op.sites):
+        return
+    op.autoencoder = store.get(one.sae, one.weights, vectors.read)
+    if one.indices is not None:
+        op.choice = op.autoencoder.chosen(one.indices)
+        op.matrix, op.bias = op.choice.rows, op.choice.vectors
 
 
 def _hold(op: Prepared, one: Hold, vectors: VectorCache, probes: Mapping[str, Probe]) -> tuple[Any, ...]:

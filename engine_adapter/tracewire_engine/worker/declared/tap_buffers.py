@@ -87,7 +87,7 @@ class StepTable:
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
-        if not group.steady or group.watch is not None:
+        if not group.steady or not group.recordable or group.watch is not None:
             return False
         if group.condition is not None and not group.condition.known_before:
             return False

@@ -65,5 +65,13 @@ def test_equal_activations_have_no_direction_and_no_error() -> None:
     assert cross_validated(same, same, "difference_of_means", 2)[0] == 0.5
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_folds_that_hold_out_one_activation_of_each_kind(method: Method) -> None:
+    """One activation has no standard deviation. Those of all folds have one."""
+    near, far = (cross_validated(*kinds(distance, 6), method, 6)[2] for distance in (4.0, 16.0))
+    assert 0 < near < far < 40
+    assert cross_validated(*(np.full((4, 3), side, np.float32) for side in (1, -1)), method, 4) == (1.0, 1.0, 1e6)
+
+
 def test_methods_are_named_once() -> None:
     assert get_args(Method) == METHODS

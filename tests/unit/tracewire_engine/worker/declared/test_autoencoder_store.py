@@ -1,4 +1,4 @@
-"""Autoencoders on the device: computed as in NumPy, there once, within a bound."""
+"""Autoencoders on the device: there once, within a bound, split by their size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.later_plans import ARCHITECTURES, autoencoder
-from tracewire_engine.worker.declared import autoencoder_store
+from tracewire_engine.protocol.autoencoder_parts import size_in_bytes
 from tracewire_engine.worker.declared.autoencoder_store import AutoencodersFull, AutoencoderStore
 
 CPU = torch.device("cpu")
@@ -19,25 +19,6 @@ CPU = torch.device("cpu")
 
 def taken(store: AutoencoderStore, sae: Any) -> Any:
     return store.get(sae.description, sae.packed, np.asarray)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_activations_are_those_of_numpy(architecture: str) -> None:
-    sae = autoencoder(architecture)
-    values = np.random.default_rng(9).normal(size=(6, sae.description.width)).astype(np.float32)
-    one = taken(AutoencoderStore(CPU), sae)
-    found, expected = one.activations(torch.from_numpy(values)), sae.encode(values)
-    assert 0 < np.count_nonzero(expected) < expected.size
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
-    rows, vectors = one.chosen([3, 1])
-    chosen = one.of_products(torch.from_numpy(values) @ rows[:2].T, vectors, torch.from_numpy(values))
-    np.testing.assert_allclose(chosen.numpy(), expected[:, [3, 1]], rtol=1e-4, atol=1e-4)
-
-
-def test_values_of_another_width_are_refused() -> None:
-    one = taken(AutoencoderStore(CPU), autoencoder("relu"))
-    with pytest.raises(ValueError, match="width 16 does not fit values of \\[5\\]"):
-        one.activations(torch.zeros(2, 5))
 
 
 def test_equal_autoencoders_are_there_once() -> None:
@@ -77,31 +58,6 @@ def test_what_nobody_uses_makes_room_and_what_is_in_use_does_not() -> None:
     assert taken(store, autoencoder("gated")).one.architecture == "gated"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_autoencoder_in_the_hosts_memory_computes_the_same(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen features bit for bit, all features to the rounding of products in pieces."""
-    sae = autoencoder(architecture)
-    width = sae.description.width
-    monkeypatch.setattr(autoencoder_store, "_PIECE", 7 * 4 * width)
-    resident, store = taken(AutoencoderStore(CPU), sae), AutoencoderStore(CPU)
-    store.bound, store.host_bound = 0, 1 << 20
-    one = taken(store, sae)
-    assert (one.offloaded, resident.offloaded) == (True, False)
-    assert (one.host_nbytes, one.nbytes) == (resident.nbytes, one.vectors.nbytes)
-    assert one.streams(chosen=False)
-    assert one.streams(chosen=True) == (architecture == "topk")
-    assert not resident.streams(chosen=False)
-    values = torch.from_numpy(np.random.default_rng(9).normal(size=(6, width)).astype(np.float32))
-    for mine, other in zip(one.chosen([3, 1]), resident.chosen([3, 1]), strict=True):
-        assert torch.equal(mine, other)
-    torch.testing.assert_close(one.products(values), resident.products(values), rtol=1e-6, atol=1e-6)
-    found, expected = one.activations(values), resident.activations(values)
-    assert torch.equal(found > 0, expected > 0)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_device_is_used_first_and_both_have_bounds() -> None:
     store = AutoencoderStore(CPU)
     sizes = {one: taken(AutoencoderStore(CPU), autoencoder(one)).nbytes for one in ARCHITECTURES}
@@ -119,3 +75,22 @@ def test_the_device_is_used_first_and_both_have_bounds() -> None:
     gc.collect()
     assert not taken(store, autoencoder("gated")).offloaded
     assert taken(store, autoencoder("topk")) is third
+
+
+def test_large_autoencoders_are_split_and_small_ones_are_not() -> None:
+    store, small = AutoencoderStore(CPU), autoencoder("relu")
+    large = autoencoder("relu", features=60)
+    store.rank, store.ranks = 1, 3
+    store.bound = size_in_bytes(large.description) - 1
+    one, other = taken(store, small), taken(store, large)
+    assert (one.ranks, other.ranks) == (1, 3)
+    assert other.nbytes == size_in_bytes(large.description, 1, 3) < store.bound // 2
+    assert other.encoder.untyped_storage().nbytes() == other.encoder.nbytes == 4 * 20 * large.description.width
+    store.split_above = 0
+    assert taken(store, autoencoder("jumprelu")).ranks == 3
+    store.bound = store.host_bound = 0
+    with pytest.raises(AutoencodersFull, match=r"of \d+ bytes on each of 3 ranks does not fit"):
+        taken(store, autoencoder("gated"))
+    store.host_bound = 1 << 20
+    part = taken(store, autoencoder("gated"))
+    assert (part.ranks, part.offloaded, part.host_nbytes) == (3, True, size_in_bytes(part.one, 1, 3))

@@ -15,8 +15,14 @@ from tracewire_engine.worker.declared.prepared import prepare, spanning_rows
 from tracewire_engine.worker.declared.vector_cache import VectorCache
 
 
+def bare() -> Any:
+    """What is prepared, before it is."""
+    sites = (("layers.1.output", True),)
+    return SimpleNamespace(matrix=None, bias=None, numbers=(), autoencoder=None, choice=None, sites=sites)
+
+
 def prepared(one: Any, *probes: Probe) -> Any:
-    op = SimpleNamespace(matrix=None, bias=None, numbers=(), autoencoder=None)
+    op = bare()
     op.key = prepare(op, one, VectorCache(torch.device("cpu")), {probe.name: probe for probe in probes})
     return op
 
@@ -49,19 +55,34 @@ def test_features_of_one_autoencoder_share_a_group() -> None:
     sent = {"sae": sae.description, "weights": sae.packed}
 
     def key(one: Any) -> Any:
-        return prepare(SimpleNamespace(matrix=None, bias=None, numbers=(), autoencoder=None), one, parts, {})
+        return prepare(bare(), one, parts, {})
 
     assert key(Features("f", "", **sent)) == key(Features("g", "", threshold=2.0, **sent))
     assert key(Features("f", "", **sent)) != key(Features("g", "", top_k=3, **sent))
+    # As many features are chosen as are read elsewhere.
+    assert key(Features("f", "", top_k=2, **sent)) != key(Features("g", "", indices=[3, 4], **sent))
     # Of as many features.
     first, second = (SteerFeatures("", indices=[one, 2], add=1.0, **sent) for one in (0, 1))
     assert key(first) == key(second)
 
 
+def test_a_stage_that_serves_no_location_has_no_autoencoder() -> None:
+    sae, parts = autoencoder("relu"), VectorCache(torch.device("cpu"))
+    one = Features("f", "", sae=sae.description, weights=sae.packed, indices=[1])
+    parts.autoencoders.here = lambda location: location == "layers.7.output"
+    op = bare()
+    prepare(op, one, parts, {})
+    assert (op.autoencoder, op.choice, op.matrix) == (None, None, None)
+    op.sites = (*op.sites, ("layers.7.output", True))
+    prepare(op, one, parts, {})
+    assert op.autoencoder.one == sae.description
+    assert op.matrix is op.choice.rows
+
+
 def test_maps_of_other_requests_are_not_stacked() -> None:
     maps = [Lens("l", "", vector(seed, 16), vector(3)) for seed in (1, 1, 2)]
     parts = VectorCache(torch.device("cpu"))
-    ops = [SimpleNamespace(matrix=None, bias=None, numbers=(), autoencoder=None) for _ in maps]
+    ops = [bare() for _ in maps]
     keys = [prepare(op, one, parts, {}) for op, one in zip(ops, maps, strict=True)]
     assert keys[0] == keys[1] != keys[2]
     assert ops[0].matrix.shape == (1, 16, 16)
