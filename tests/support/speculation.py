@@ -16,7 +16,7 @@ from tests.support.engine_inside import counts
 from tests.support.parallel.scenarios import same
 from tracewire import Client, Model
 
-__all__ = ["GREEDY", "NGRAM", "Compared", "apart", "drafting", "text", "without_drafts"]
+__all__ = ["GREEDY", "NGRAM", "apart", "compared", "drafting", "text"]
 
 #: n-grams of the text so far, which need no other model.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -56,7 +56,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
 
 
-class Compared:
+class _Compared:
     """What a number of requests came to on an engine.
 
     Every second is plain. Of the others, every second has a block, the others declared interventions of each kind in
@@ -91,9 +91,31 @@ class Compared:
         self.found[number] = result.token_ids, result.saves, state.accepted.drafts
 
 
-def without_drafts(number: int) -> bool:
-    """Whether a request of `Compared` has a block."""
-    return number % 4 == 1
+async def compared(
+    ours: Client, theirs: Client, count: int, at_once: int, tokens: int, *, declared: bool = True
+) -> None:
+    """Requests come to the same on an engine with drafts and on one without.
+
+    Args:
+        ours: a client of the engine that drafts.
+        theirs: a client of the other one.
+        count: how many requests.
+        at_once: how many of them run at a time.
+        tokens: how many tokens each generates, at least.
+        declared: whether the engine drafts requests with declared interventions.
+    """
+    found = []
+    for client in (ours, theirs):
+        one = _Compared(client, await client.models.get("demo", timeout=60), tokens)
+        await one.run(count, at_once)
+        found.append(one.found)
+    for number in range(count):
+        (tokens_here, saves_here, drafts), (tokens_there, saves_there, none) = found[0][number], found[1][number]
+        assert tokens_here == tokens_there, number
+        assert not apart(saves_there, saves_here), number
+        assert none == []
+        undrafted = number % 4 == 1 or (number % 4 == 3 and not declared)
+        assert [one.tokens for one in drafts] == [0 if undrafted else 3], number
 
 
 @asynccontextmanager

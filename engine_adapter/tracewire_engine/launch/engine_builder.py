@@ -59,7 +59,7 @@ from tracewire_engine.protocol.keys import (
 
 from .model_digest import weights_digest
 from .parent_death import ADAPTER_PID
-from .speculation import speculation_problem
+from .speculation import speculation_problem, speculation_settings
 
 __all__ = [
     "EngineModel",
@@ -379,7 +379,7 @@ def _scheduling(arguments: AsyncEngineArgs) -> dict[str, Any]:
         options["enable_prefix_caching"] = False
     if arguments.max_num_batched_tokens is None and arguments.enable_chunked_prefill is not False:
         # A drafting model takes places of a step beside those of the prompt.
-        drafted = (getattr(arguments, "speculative_config", None) or {}).get("num_speculative_tokens", 0)
+        drafted = (speculation_settings(arguments) or {}).get("num_speculative_tokens", 0)
         options["max_num_batched_tokens"] = max(_STEP_TOKENS, config.max_model_len + drafted)
     return options
 

@@ -272,20 +272,21 @@ class TracewireRunner(RunnerParts):
         # A copy, since the sampler scales logits in place and blocks may have saved views of these.
         return served.clone() if self.tracewire_requests.requests else served
 
-    def serve_samples(self, drawn: torch.Tensor) -> torch.Tensor:
+    def serve_samples(self, drawn: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
         """Serve the sampled token ids to blocks, and return those with which the model goes on.
 
         Args:
             drawn: one id for each request, `[requests, 1]`. In a step with drafts there are more columns, and the
                 first is served.
+            counts: how many of each request's ids count, `[requests]`. If it is left out, those that do not are
+                negative.
         """
         if drawn.shape[1] == 1:
             return self._serve_first(drawn)
         served = torch.cat((self._serve_first(drawn[:, :1]), drawn[:, 1:]), dim=1)
         plan = self.tracewire_declared.plan
         if plan is not None and plan.drafted:
-            # A negative id stands for a draft that was not taken.
-            plan.accept((served >= 0).sum(1).tolist())
+            plan.accept(((served >= 0).sum(1) if counts is None else counts).tolist())
         return served
 
     def _serve_first(self, drawn: torch.Tensor) -> torch.Tensor:

@@ -13,27 +13,12 @@ from tests.support.drafted_kinds import DRAFTED
 from tests.support.engine_inside import counts
 from tests.support.engine_process import EngineProcess
 from tests.support.parallel.scenarios import SCENARIOS, outcome, same
-from tests.support.speculation import GREEDY, Compared, apart, drafting, text, without_drafts
+from tests.support.speculation import GREEDY, compared, drafting, text
 from tracewire import AttentionPattern, Client, Hold, Live, Model, Probe, Steer, When
 from tracewire_bus.wire.messages import Drafts
 
 #: The scenarios that are not run in each session: all of them are, marked `full`.
 _SOON = ("logits_and_samples", "forced_tokens", "rests", "live", "declared_stop")
-
-
-async def compared(ours: Client, theirs: Client, count: int, at_once: int, tokens: int) -> None:
-    """Requests come to the same on an engine with drafts and on one without."""
-    found = []
-    for client in (ours, theirs):
-        one = Compared(client, await client.models.get("demo", timeout=60), tokens)
-        await one.run(count, at_once)
-        found.append(one.found)
-    for number in range(count):
-        (tokens_here, saves_here, drafts), (tokens_there, saves_there, none) = found[0][number], found[1][number]
-        assert tokens_here == tokens_there, number
-        assert not apart(saves_there, saves_here), number
-        assert none == []
-        assert [one.tokens for one in drafts] == [0 if without_drafts(number) else 3]
 
 
 async def test_requests_of_all_kinds_come_to_what_they_do_without_drafts(

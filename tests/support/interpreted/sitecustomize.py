@@ -21,3 +21,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     _Driver.__abstractmethods__ = frozenset()
     backends.setdefault("cpu", Backend(compiler=BaseBackend, driver=_Driver))
+
+    # The interpreter loads and stores under masks of booleans only. Some of vLLM's kernels combine masks to numbers.
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def _boolean(mask: TensorHandle) -> TensorHandle:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: _load(self, ptrs, _boolean(mask), *rest)
+    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask: _store(self, ptrs, value, _boolean(mask))

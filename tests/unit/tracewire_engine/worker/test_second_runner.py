@@ -59,6 +59,7 @@ class _Theirs(GPUModelRunner):
         self.said: list[Any] = []
         self.tracewire_serving = True
         self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, {}
+        self.tracewire_ahead: list[Any] = []
         self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -91,14 +92,17 @@ def _new(name: str, *, traced: bool = True) -> Any:
     return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra), block_ids=([1, 2],))
 
 
-def _step(runner: Any, *new: Any, finished: tuple[str, ...] = (), **tokens: int) -> list[Any]:
-    """One step as vLLM takes it; what was called meanwhile."""
+def _step(
+    runner: Any, *new: Any, finished: tuple[str, ...] = (), drafted: dict[str, int] | None = None, **tokens: int
+) -> list[Any]:
+    """One step as vLLM takes it, `drafted` of whose tokens are drafts; what was called meanwhile."""
     runner.said.clear()
     step = SimpleNamespace(
         scheduled_new_reqs=list(new),
         finished_req_ids=set(finished),
         num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens={name: [-1] * drafts for name, drafts in (drafted or {}).items()},
     )
     runner.finish_requests(step)
     runner.add_requests(step)
@@ -144,7 +148,7 @@ def test_before_the_engine_serves_vllm_is_left_alone() -> None:
     assert not runner.tracewire_come
 
 
-class _Sampling(SecondRunner, _Theirs):
+class _Sampling(_Runner):
     """Samples the most likely token of each row; blocks forbid token 1 and replace the first request's sample by 5."""
 
     def __init__(self) -> None:
@@ -158,7 +162,10 @@ class _Sampling(SecondRunner, _Theirs):
         logits[:, 1] = -1
         return logits
 
-    def serve_samples(self, drawn: torch.Tensor) -> torch.Tensor:
+    def serve_samples(self, drawn: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+        assert counts is not None
+        if self.tracewire_unwatched:
+            return drawn
         drawn = drawn.clone()
         drawn[0, 0] = 5
         return drawn
@@ -166,7 +173,7 @@ class _Sampling(SecondRunner, _Theirs):
 
 def _sample(self: Any, hidden: torch.Tensor, batch: Any, grammar: Any) -> Any:
     tokens = self.model.compute_logits(hidden).argmax(-1, keepdim=True)
-    return SimpleNamespace(sampled_token_ids=tokens), "sampled", "rejected"
+    return SimpleNamespace(sampled_token_ids=tokens), torch.tensor([3, 1, 1]), "rejected"
 
 
 def test_blocks_change_the_logits_and_then_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +183,25 @@ def test_blocks_change_the_logits_and_then_the_samples(monkeypatch: pytest.Monke
     hidden = torch.tensor([[0.0, 9, 3], [0, 9, 4], [7, 1, 0]])
     output, *rest = runner.sample(hidden, None, None)
     assert output.sampled_token_ids.tolist() == [[5], [2], [0]]
-    assert rest == ["sampled", "rejected"]
+    assert rest[1] == "rejected"
     # Prompt logprobs are computed by the model's own method.
     assert runner.model.compute_logits is compute
     runner.tracewire_unwatched = True
     output, *_ = runner.sample(hidden, None, None)
     assert output.sampled_token_ids.tolist() == [[1], [1], [0]]
+
+
+def test_what_a_step_with_drafts_generates_is_known_when_it_has_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three drafts of `r0` two are taken, and `r1` has none. `r2` is not traced."""
+    monkeypatch.setattr(_Theirs, "sample", _sample, raising=False)
+    runner = _Sampling()
+    runner.tracewire_unwatched, runner.tracewire_preempted = True, None
+    runner.req_states = _runner([6, 8, 7], [5, 5, 5]).req_states
+    _step(runner, _new("r0"), _new("r1"), _new("r2", traced=False), drafted={"r0": 3, "r2": 3}, r0=4, r1=1, r2=4)
+    runner.sample(torch.zeros(3, 4), None, None)
+    # Two tokens came before the step of `r0`, and four before that of `r1`.
+    assert [runner.generated(name) for name in ("r0", "r1")] == [2 + 3, 4 + 1]
+    # A step without drafts of traced requests changes nothing.
+    _step(runner, drafted={"r2": 3}, r2=4)
+    runner.sample(torch.zeros(3, 4), None, None)
+    assert [runner.generated(name) for name in ("r0", "r1")] == [5, 5]
