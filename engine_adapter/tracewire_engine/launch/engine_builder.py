@@ -337,7 +337,6 @@ def _refuse_hosts(arguments: AsyncEngineArgs, settings: WorkerSettings) -> None:
     for option, given in (
         ("--check-collect", settings.check_collect),
         ("--pipeline-parallel-size", arguments.pipeline_parallel_size > 1),
-        ("--distributed-executor-backend ray", arguments.distributed_executor_backend == "ray"),
     ):
         if given:
             raise UnsupportedSetting(

@@ -115,7 +115,7 @@ def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None
         ({"tensor_parallel_size": 2}, False, ""),
         ({"tensor_parallel_size": 2}, True, "--check-collect"),
         ({"pipeline_parallel_size": 2}, False, "--pipeline-parallel-size"),
-        ({"distributed_executor_backend": "ray"}, False, "--distributed-executor-backend ray"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, False, ""),
     ],
 )
 def test_what_hosts_of_blocks_do_not_work_with_is_named(options: dict[str, Any], collects: bool, named: str) -> None:
