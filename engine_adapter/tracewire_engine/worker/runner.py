@@ -78,6 +78,8 @@ class TracewireRunner(RunnerParts):
         if pipeline is not None and pipeline.index < pipeline.topology.last:
             self.tracewire_declared.check_reached()
             self._send_to_stages(pipeline)
+            if self.tracewire_hosts is not None:
+                self.tracewire_hosts.end()
         return output
 
     def record_graphs(self, capture: Callable[[], Any]) -> Any:

@@ -1,6 +1,7 @@
 """Engines whose workers are Ray actors, in a cluster of their own: as on one rank, and nothing of Ray is left after.
 
-Three layouts: two tensor-parallel ranks, with blocks in the workers and in hosts, and two pipeline stages. Each engine is killed in part, and then outright.
+Three layouts: two tensor-parallel ranks, with blocks in the workers and in hosts, and two pipeline stages. Each engine
+is killed in part, and then outright.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tracewire_engine.link.described_objects import described
 from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
 from tracewire_engine.worker.parallel.rank_agreement import is_parallel
+from tracewire_engine.worker.parallel.topology import OtherStage
 
 from .call_checks import check_inputs, checked_widths
 from .pool import HostProcess
@@ -69,6 +70,12 @@ class ModelAnswers:
                 return Answer(self._given(host, self._model.tokenizer))
             if request.attribute == SOURCE:
                 return Answer(self._given(host, self._source(envoy)))
+            if isinstance(stage := vars(envoy._module).get("tracewire_stage"), int):
+                raise OtherStage(
+                    f"{envoy.path.removeprefix('model.')} is on pipeline stage {stage}: a block in a process of its "
+                    "own (--blocks host) reads the values that pass through it, and can neither call it nor read its "
+                    "weights"
+                )
             if request.attribute:
                 if request.attribute.startswith("__"):
                     raise AttributeError(request.attribute)

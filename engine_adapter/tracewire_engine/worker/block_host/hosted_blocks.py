@@ -32,6 +32,7 @@ from .rank_link import RankLink, Served, StepBegan, StepWatch, edit_of
 from .reading import ModelPaths
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
+from .stage_rows import EarlierStages
 from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
@@ -70,6 +71,7 @@ class HostedBlocks:
         reports: passes on what hosts report.
         step_s: how long the model waits for all blocks of a step, in seconds.
         others: under tensor parallelism, the connection to the other ranks.
+        earlier: under pipeline parallelism, what the earlier stages send.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class HostedBlocks:
         reports: ReportThread,
         step_s: float,
         others: RankLink | None = None,
+        earlier: EarlierStages | None = None,
     ) -> None:
         self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
         self._hosts = TenantHosts(pool, reports)
@@ -89,6 +92,7 @@ class HostedBlocks:
         #: Answers what hosts ask for.
         self.answers = ModelAnswers(model)
         self._others = self.answers.others = others
+        self._earlier = earlier
         #: Where hosts want something, and what the other ranks were told of that. All ranks count what the model passes
         #: in the latter.
         self._watch_now, self._told = StepWatch(), StepWatch()
@@ -128,6 +132,7 @@ class HostedBlocks:
 
         Raises:
             OSError: no host could be started.
+            MayWrite: there are several pipeline stages, and the blocks may do more than read.
         """
         if self._others is not None:
             # First, since it must be known on all ranks, also if no host can be had.
@@ -136,6 +141,8 @@ class HostedBlocks:
         self._purge()
         known = self.traces.get(name)
         account = self._accounts.of(arguments)
+        if self._earlier is not None:
+            self._earlier.open(request_id, account)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):
@@ -151,6 +158,8 @@ class HostedBlocks:
         """End a request that the scheduler has ended. Returns whether its blocks ran in a host."""
         if self._others is not None:
             self._others.requests.discard(request_id)
+        if self._earlier is not None:
+            self._earlier.discard(request_id)
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
@@ -232,9 +241,11 @@ class HostedBlocks:
         self._passed = array("H")
         self._purge()
         told = self._others is not None and self._others.takes_part(scheduled)
+        present = [request_id for request_id in order if request_id in scheduled]
+        if self._earlier is not None:
+            self._earlier.begin(scheduled, present)
         if not self._of and not told:
             return False
-        present = [request_id for request_id in order if request_id in scheduled]
         spans, rows = _shares(scheduled, present, index_of, self._of)
         self._active = list(spans)
         waiting = []
@@ -298,6 +309,7 @@ class HostedBlocks:
         if not watching and not told:
             self._passed.append(number)
             return value
+        self._take_earlier()
         waiting = []
         copies = LateCopies() if self._on_gpu else None
         for host in watching:
@@ -316,11 +328,25 @@ class HostedBlocks:
 
     def end(self) -> None:
         """End the step: the hosts report it."""
+        self._take_earlier()
         for host in self._active:
             if host.failure is None:
                 host.end(self._passed)
                 self._send(host)
         self._active, self._watching = [], {}
+
+    def _take_earlier(self) -> None:
+        """Give the hosts what the earlier stages have reached in the step, unless they have it."""
+        if self._earlier is None or not self._earlier.due:
+            return
+        passed, self._passed = self._passed, array("H")
+        for before, location, value in self._earlier.take():
+            self._passed.extend(map(self._number, before))
+            if location:
+                for host in self._watching.get(location, ()):
+                    self._share(host, location, value, None, by_request=False)
+                self._passed.append(self._number(location))
+        self._passed += passed
 
     # --- with hosts ---------------------------------------------------------------------------------------------------
 
