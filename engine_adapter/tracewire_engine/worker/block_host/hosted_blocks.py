@@ -24,15 +24,15 @@ from tracewire_engine.protocol.keys import SHARED_ARG
 
 from .accounts import Accounts, has_files
 from .answers import ModelAnswers
+from .earlier_stages import EarlierStages
 from .host import BlockHost, HostedRequest, HostedTrace
 from .late_copies import LateCopies
 from .left_values import Left, merged
 from .pool import HostPool
-from .rank_link import RankLink, Served, StepBegan, StepWatch, edit_of
+from .rank_link import Edit, RankLink, Served, StepBegan, StepWatch, edit_of
 from .reading import ModelPaths
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, StepRows
-from .stage_rows import EarlierStages
 from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
@@ -71,7 +71,7 @@ class HostedBlocks:
         reports: passes on what hosts report.
         step_s: how long the model waits for all blocks of a step, in seconds.
         others: under tensor parallelism, the connection to the other ranks.
-        earlier: under pipeline parallelism, what the earlier stages send.
+        earlier: under pipeline parallelism, the connection to the earlier stages.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class HostedBlocks:
         self.answers = ModelAnswers(model)
         self._others = self.answers.others = others
         self._earlier = earlier
+        #: Whether the step has begun before this stage came to it.
+        self._ahead = False
         #: Where hosts want something, and what the other ranks were told of that. All ranks count what the model passes
         #: in the latter.
         self._watch_now, self._told = StepWatch(), StepWatch()
@@ -132,7 +134,7 @@ class HostedBlocks:
 
         Raises:
             OSError: no host could be started.
-            MayWrite: there are several pipeline stages, and the blocks may do more than read.
+            MayWrite: the layout has no way for blocks that may do more than read.
         """
         if self._others is not None:
             # First, since it must be known on all ranks, also if no host can be had.
@@ -264,6 +266,21 @@ class HostedBlocks:
             self._others.tell(StepBegan(self._news()))
         return bool(self._active)
 
+    def begin_ahead(self, scheduled: Collection[str]) -> None:
+        """Serve the hosts what earlier stages reach in a step with these requests, if these stages wait for it.
+
+        Called before this stage waits for the model's values of the step.
+        """
+        if self._earlier is None or not self._earlier.wait_in(scheduled):
+            return
+        requests = self._earlier.began()
+        indices = {request_id: index for request_id, _, index in requests}
+        counts = {request_id: count for request_id, count, _ in requests}
+        self.begin(counts, list(counts), indices.__getitem__)
+        self._earlier.tell_began(self._watch_now)
+        self._take_earlier()
+        self._ahead = True
+
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:
         """Begin a step. Returns whether blocks in hosts take part in it.
 
@@ -278,6 +295,9 @@ class HostedBlocks:
             index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             return index
 
+        if self._ahead:
+            self._ahead = False
+            return self.active
         return self.begin(scheduled, order, index_of)
 
     def pass_by(self, locations: Collection[str]) -> bool:
@@ -310,14 +330,7 @@ class HostedBlocks:
             self._passed.append(number)
             return value
         self._take_earlier()
-        waiting = []
-        copies = LateCopies() if self._on_gpu else None
-        for host in watching:
-            waits = host.passes(location)
-            if waits or location in host.observed:
-                self._share(host, location, value, copies, by_request=by_request)
-            if waits and host.failure is None:
-                waiting.append(host)
+        waiting = self._share_with(watching, location, value, LateCopies() if self._on_gpu else None, by_request)
         self._passed.append(number)
         # A change that the other ranks are not told of would part them.
         assert told or not waiting or self._others is None
@@ -340,12 +353,21 @@ class HostedBlocks:
         if self._earlier is None or not self._earlier.due:
             return
         passed, self._passed = self._passed, array("H")
-        for before, location, value in self._earlier.take():
-            self._passed.extend(map(self._number, before))
-            if location:
+        for one in self._earlier.take():
+            for request_id, failure in one.failures.items():
+                self.fail(request_id, failure)
+            for location in one.passed:
                 for host in self._watching.get(location, ()):
-                    self._share(host, location, value, None, by_request=False)
+                    host.passes(location)
                 self._passed.append(self._number(location))
+            if not one.location:
+                continue
+            waiting = self._share_with(self._watching.get(one.location, ()), one.location, one.value, None, False)
+            self._passed.append(self._number(one.location))
+            if one.waits:
+                _, edits, data = self._copied(self._ask(waiting))
+                self._watch()
+                self._earlier.serve(Served(edits, self._watch_now), data)
         self._passed += passed
 
     # --- with hosts ---------------------------------------------------------------------------------------------------
@@ -368,7 +390,7 @@ class HostedBlocks:
             observed = host.observed
             for location in {*host.waits, *observed}:
                 watching.setdefault(location, []).append(host)
-            if self._others is not None:
+            if self._others is not None or self._earlier is not None:
                 watch.observed |= observed
                 for location, after in host.waits.items():
                     watch.waits[location] = min(after, watch.waits.get(location, after))
@@ -380,6 +402,19 @@ class HostedBlocks:
             return None
         self._told = self._watch_now
         return self._told
+
+    def _share_with(
+        self, hosts: Iterable[BlockHost], location: str, value: Any, copies: LateCopies | None, by_request: bool
+    ) -> list[BlockHost]:
+        """Share a value with the hosts that want something at a location. Returns those for which the model waits."""
+        waiting = []
+        for host in hosts:
+            waits = host.passes(location)
+            if waits or location in host.observed:
+                self._share(host, location, value, copies, by_request=by_request)
+            if waits and host.failure is None:
+                waiting.append(host)
+        return waiting
 
     def _share(
         self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
@@ -470,18 +505,25 @@ class HostedBlocks:
         if self._others is None or not told:
             self._watch()
             return [Left(host, host.shared, reply, host.process.returned) for host, reply in found if host.shared]
-        copies, left, edits = CopiedRows(), [], []
-        for host, reply in found:
-            try:
-                assert host.rows is not None
-                edits.append(edit_of(host.present, host.rows, reply, host.process.returned, copies))
-                left.append((host, edits[-1].reply))
-            except Exception as error:  # it costs the host, not the engine
-                self._misfit(host, error)
+        left, edits, data = self._copied(found)
         self._watch()
-        data = copies.bytes()
         self._others.tell(Served(edits, self._news()), data)
         return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
+
+    def _copied(
+        self, replies: list[tuple[BlockHost, Reply]]
+    ) -> tuple[list[tuple[BlockHost, Reply]], list[Edit], torch.Tensor]:
+        """What hosts leave at a location, in copies: their replies, the edits, and the bytes of the tensors of both."""
+        copies, left, edits = CopiedRows(), [], []
+        for host, reply in replies:
+            try:
+                assert host.rows is not None
+                if reply.edited or reply.replaced is not None:
+                    edits.append(edit_of(host.present, host.rows, reply, host.process.returned, copies))
+                    left.append((host, edits[-1].reply))
+            except Exception as error:  # it costs the host, not the engine
+                self._misfit(host, error)
+        return left, edits, copies.bytes()
 
     def _misfit(self, host: BlockHost, error: Exception) -> None:
         """End a host that leaves what cannot be put into the model's value, such as rows that do not fit."""

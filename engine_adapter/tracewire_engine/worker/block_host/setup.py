@@ -23,13 +23,14 @@ from tracewire_engine.protocol.keys import (
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey
 
 from .accounts import Accounts
+from .earlier_stages import EarlierStages
 from .followed_blocks import FollowedBlocks
+from .forwarded_blocks import ForwardedBlocks
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
 from .rank_link import RankLink
 from .reading import ModelPaths
 from .report_thread import ReportThread
-from .stage_rows import EarlierStages, ForwardedBlocks
 
 __all__ = ["BlocksElsewhere", "hosted_blocks", "outline_of"]
 
@@ -85,11 +86,11 @@ def hosted_blocks(runner: Any) -> BlocksElsewhere | None:
     if config.get(BLOCKS) != "host":
         return None
     model, ranks, address = runner.nnsight_model, runner.tracewire_ranks, config.get(LINK_ADDRESS) or ""
-    stages, first = get_pp_group(), get_tp_group().rank_in_group == 0
+    stages = get_pp_group()
     if not stages.is_last_rank:
         paths = ModelPaths(outline_of(runner.get_model()), model.__dict__["_tracewire_layers"])
-        return ForwardedBlocks(Accounts(paths), stages, address, sends=first)
-    earlier = EarlierStages(stages, address) if stages.world_size > 1 else None
+        return ForwardedBlocks(Accounts(paths), stages, address, get_tp_group())
+    earlier = EarlierStages(stages, address, get_tp_group().world_size) if stages.world_size > 1 else None
     others = None if ranks is None else RankLink(get_tp_group(), address)
     if others is not None and not others.first:
         return FollowedBlocks(
