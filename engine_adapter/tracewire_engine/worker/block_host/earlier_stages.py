@@ -10,13 +10,13 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.shared_rows import RowBytes
+from tracewire_engine.link.shared_rows import RowBytes, unpack_value
 from tracewire_engine.worker.parallel.rank_sockets import RankSockets
 
-from .rank_link import Served, StepBegan, StepWatch
+from .rank_link import Called, Served, StepBegan, StepWatch
 from .reading import Account
 from .rows import StepRows
-from .stage_rows import HostedRequests, StageBegan, StageMessage, StagePart, named, unpacked
+from .stage_rows import HostedRequests, StageAnswer, StageBegan, StageMessage, StagePart, named, stand_in, unpacked
 
 __all__ = ["EarlierStages", "Reached"]
 
@@ -55,6 +55,8 @@ class EarlierStages:
         #: Messages that have come before they were wanted, by stage.
         self._early: list[deque[tuple[StageMessage, RowBytes]]] = [deque() for _ in range(self._count)]
         self._rows: StepRows | None = None
+        #: The stage that waits for blocks, if one does.
+        self.waiting: int | None = None
 
     def open(self, request_id: str, account: Account) -> None:
         """Take a new request with blocks.
@@ -96,6 +98,7 @@ class EarlierStages:
                 reached = message.reached if isinstance(message, StagePart) else [message]
                 for one in reached:
                     value = unpacked(one.value, rows, data)
+                    self.waiting = stage if one.waits else None
                     yield Reached(named(one.before, names), names[one.place], value, one.waits, one.failures)
                 if isinstance(message, StagePart):
                     yield Reached(named(message.passed, names), failures=message.failures)
@@ -118,19 +121,36 @@ class EarlierStages:
     def serve(self, served: Served, data: torch.Tensor) -> None:
         """Tell the stage that waits what blocks leave. `data` has the bytes of the tensors."""
         assert served.watch is not None
+        assert self.waiting is not None
         self._watch = served.watch
-        self._tell(self._stage, served, data)
+        self._tell(self.waiting, served, data)
+        self.waiting = None
+
+    def call(self, called: Called, data: torch.Tensor) -> Any:
+        """What a module of the stage that waits returns. `data` has the bytes of the tensors of its arguments.
+
+        Raises:
+            Exception: of the type and with the message of what the module has raised.
+        """
+        assert self.waiting is not None
+        self._tell(self.waiting, called, data)
+        answer, found = self._next(self.waiting)
+        if not isinstance(answer, StageAnswer):
+            raise RuntimeError(f"a stage says {answer!r:.200} where an answer was expected")
+        if answer.error is not None:
+            raise type(answer.error[0], (Exception,), {})(answer.error[1])
+        assert answer.value is not None
+        return unpack_value(answer.value, lambda _, shape: found.read(shape), stand_in)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, stage: int, message: StepBegan | Served, data: torch.Tensor | None = None) -> None:
+    def _tell(self, stage: int, message: StepBegan | Served | Called, data: torch.Tensor | None = None) -> None:
         parts = [_encode(message)]
         if data is not None and data.numel():
             parts.append(data.numpy().tobytes())
         self._push[stage].send_multipart(parts)
 
     def _next(self, stage: int) -> tuple[Any, RowBytes]:
-        self._stage = stage
         while not self._early[stage]:
             head, data = self._pull.recv_multipart(copy=True)
             message = _message.decode(head)

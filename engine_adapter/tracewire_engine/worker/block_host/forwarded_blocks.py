@@ -18,17 +18,29 @@ from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.worker.parallel.rank_sockets import RankSockets
 
 from .accounts import Accounts
+from .answers import ModelAnswers
 from .left_values import Left, merged
-from .rank_link import Edit, Served, StepBegan, StepWatch
+from .rank_link import Called, Edit, Served, StepBegan, StepWatch
 from .rows import SharedRows, StepRows
-from .stage_rows import HostedRequests, Names, Pieces, StageBegan, StageMessage, StagePart, StageReached, packed
+from .stage_rows import (
+    HostedRequests,
+    Names,
+    Pieces,
+    StageAnswer,
+    StageBegan,
+    StageMessage,
+    StagePart,
+    StageReached,
+    packed,
+    packed_whole,
+)
 
 __all__ = ["ForwardedBlocks"]
 
 logger = logging.getLogger("vllm.tracewire")
 
 _encode = msgspec.msgpack.Encoder().encode
-_answer: msgspec.msgpack.Decoder[StepBegan | Served] = msgspec.msgpack.Decoder(StepBegan | Served)
+_message: msgspec.msgpack.Decoder[StepBegan | Served | Called] = msgspec.msgpack.Decoder(StepBegan | Served | Called)
 _generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 
 _Answer = TypeVar("_Answer", StepBegan, Served)
@@ -38,13 +50,16 @@ class ForwardedBlocks:
     """Takes the place of `HostedBlocks` on the earlier stages: sends what blocks ask for here to the last stage.
 
     Args:
+        model: nnsight's model.
         accounts: of blocks.
         group: of the stages.
         address: of the link to the adapter.
         ranks: the tensor-parallel ranks of this stage, of which the first sends.
     """
 
-    def __init__(self, accounts: Accounts, group: Any, address: str, ranks: Any) -> None:
+    def __init__(self, model: Any, accounts: Accounts, group: Any, address: str, ranks: Any) -> None:
+        #: Calls modules for blocks.
+        self.answers = ModelAnswers(model)
         self._accounts, self._stage, self._sends = accounts, group.rank_in_group, ranks.rank_in_group == 0
         self._requests = HostedRequests(ranks.world_size)
         self._by_request: dict[str, str] = {}
@@ -196,13 +211,29 @@ class ForwardedBlocks:
             self._send(_encode(message), pieces, later=isinstance(message, StagePart))
 
     def _told(self, kind: type[_Answer]) -> tuple[_Answer, RowBytes]:
-        """The next message of the last stage. If that one ends, vLLM ends this one."""
-        head, *data = self._pull.recv_multipart(copy=True)
-        message = _answer.decode(head)
-        if not isinstance(message, kind):
-            raise RuntimeError(f"the last stage says {message!r:.200} where {kind.__name__} was expected")
-        found = torch.frombuffer(bytearray(data[0]), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return message, RowBytes(found)
+        """The last stage's next message of a kind, behind the calls that it asks for.
+
+        If the last stage ends, vLLM ends this one.
+        """
+        while True:
+            head, *data = self._pull.recv_multipart(copy=True)
+            message = _message.decode(head)
+            given = bytearray(data[0]) if data else bytearray()
+            rows = RowBytes(torch.frombuffer(given, dtype=torch.uint8) if given else torch.empty(0, dtype=torch.uint8))
+            if isinstance(message, kind):
+                return message, rows
+            if not isinstance(message, Called):
+                raise RuntimeError(f"the last stage says {message!r:.200} where {kind.__name__} was expected")
+            self._call(message, rows)
+
+    def _call(self, called: Called, rows: RowBytes) -> None:
+        """Call a module for a block, and answer."""
+        answer, pieces = StageAnswer(self._stage), Pieces()
+        try:
+            answer.value = packed_whole(self.answers.checked_call(called.path, called.value, rows), pieces)
+        except Exception as error:
+            answer, pieces = StageAnswer(self._stage, error=(type(error).__name__, str(error)[:10_000])), Pieces()
+        self._tell(answer, pieces)
 
 
 class _Sender:

@@ -92,7 +92,7 @@ class HostedBlocks:
         #: Answers what hosts ask for.
         self.answers = ModelAnswers(model)
         self._others = self.answers.others = others
-        self._earlier = earlier
+        self._earlier = self.answers.earlier = earlier
         #: Whether the step has begun before this stage came to it.
         self._ahead = False
         #: Where hosts want something, and what the other ranks were told of that. All ranks count what the model passes

@@ -23,6 +23,7 @@ from tracewire_engine.protocol.keys import (
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey
 
 from .accounts import Accounts
+from .answers import ModelAnswers
 from .earlier_stages import EarlierStages
 from .followed_blocks import FollowedBlocks
 from .forwarded_blocks import ForwardedBlocks
@@ -89,7 +90,9 @@ def hosted_blocks(runner: Any) -> BlocksElsewhere | None:
     stages = get_pp_group()
     if not stages.is_last_rank:
         paths = ModelPaths(outline_of(runner.get_model()), model.__dict__["_tracewire_layers"])
-        return ForwardedBlocks(Accounts(paths), stages, address, get_tp_group())
+        forwarded = ForwardedBlocks(model, Accounts(paths), stages, address, get_tp_group())
+        _limit(forwarded.answers, runner)
+        return forwarded
     earlier = EarlierStages(stages, address, get_tp_group().world_size) if stages.world_size > 1 else None
     others = None if ranks is None else RankLink(get_tp_group(), address)
     if others is not None and not others.first:
@@ -130,6 +133,11 @@ def _hosts_of(
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
     hosts = HostedBlocks(model, paths, pool, reports, step_s, others, earlier)
-    hosts.answers.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
-    hosts.answers.holds_state = _has_attention
+    _limit(hosts.answers, runner)
     return hosts
+
+
+def _limit(answers: ModelAnswers, runner: Any) -> None:
+    """Set what blocks may call."""
+    answers.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    answers.holds_state = _has_attention

@@ -8,7 +8,8 @@ An earlier stage has no host. How a step goes depends on the blocks of its reque
 - If one of them may write, the earlier stage asks. It tells the last stage that it begins (`StageBegan`) and waits
   until that one has finished the step before, and says where its hosts want something (`StepBegan`). At each such
   location it sends the rows (`StageReached`), and where blocks may write, it waits for what they leave (`Served`).
-  `StagePart` ends the step. So the stages work on one such step at a time.
+  Meanwhile it calls its modules for blocks that ask for it (`Called`, `StageAnswer`). `StagePart` ends the step. So the
+  stages work on one such step at a time.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ __all__ = [
     "MayWrite",
     "Names",
     "Pieces",
+    "StageAnswer",
     "StageBegan",
     "StageMessage",
     "StagePart",
     "StageReached",
     "named",
     "packed",
+    "packed_whole",
+    "stand_in",
     "unpacked",
 ]
 
@@ -84,7 +88,15 @@ class StagePart(msgspec.Struct, array_like=True, tag="part"):
     failures: dict[str, Failure] = {}
 
 
-StageMessage: TypeAlias = StageReached | StageBegan | StagePart
+class StageAnswer(msgspec.Struct, array_like=True, tag="answer"):
+    """What a module of a stage has returned to a block, or the error that it has raised: its type and message."""
+
+    stage: int
+    value: Shared | None = None
+    error: tuple[str, str] | None = None
+
+
+StageMessage: TypeAlias = StageReached | StageBegan | StagePart | StageAnswer
 
 
 class MayWrite(NotImplementedError):
@@ -203,6 +215,15 @@ class Pieces:
         return data
 
 
+def packed_whole(value: Any, pieces: Pieces) -> Shared:
+    """A value without rows of requests, such as the result of a call, for a message."""
+
+    def keep(tensor: torch.Tensor) -> Shape:
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces.add(tensor))
+
+    return pack_value(value, keep, lambda other: type(other).__name__)
+
+
 def packed(value: Any, rows: StepRows, pieces: Pieces) -> Shared:
     """A value at a location, for a message.
 
@@ -225,7 +246,7 @@ def packed(value: Any, rows: StepRows, pieces: Pieces) -> Shared:
 
 def unpacked(value: Shared, rows: StepRows, data: RowBytes) -> Any:
     """The value of `packed`, in which the rows of requests with blocks are filled."""
-    return unpack_value(value, partial(_whole, rows, data), _stand_in)
+    return unpack_value(value, partial(_whole, rows, data), stand_in)
 
 
 def _whole(rows: StepRows, data: RowBytes, _: int, shape: Shape) -> torch.Tensor:
@@ -243,7 +264,7 @@ def _whole(rows: StepRows, data: RowBytes, _: int, shape: Shape) -> torch.Tensor
     return whole
 
 
-def _stand_in(name: Any) -> Any:
+def stand_in(name: Any) -> Any:
     """Stands for an object of another stage, of a class of this name."""
     return NO_SKIP if name is None else type(str(name), (), {})()
 
