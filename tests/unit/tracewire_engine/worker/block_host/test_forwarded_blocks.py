@@ -90,7 +90,7 @@ def test_a_stage_calls_its_modules_while_it_waits(both: HostedStages) -> None:
         finish = found[name].finish
         assert finish is not None
         assert finish.error is not None
-        assert (finish.error.type, finish.error.line) == ("OtherStage", 3)
+        assert (finish.error.type, finish.error.line) == ("RuntimeError", 3)
         assert "layers.0 is on pipeline stage 0: a block in a process of its own" in finish.error.message
 
 
