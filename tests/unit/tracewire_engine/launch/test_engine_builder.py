@@ -117,10 +117,14 @@ def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None
         {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
     ],
 )
-def test_hosts_of_blocks_work_with_all_layouts_but_not_with_a_check(options: dict[str, Any]) -> None:
+def test_hosts_of_blocks_work_with_all_layouts(options: dict[str, Any]) -> None:
     given = AsyncEngineArgs(model=str(demo_model()), **options)
     found = engine_model._engine_options(given, engine_model.WorkerSettings(blocks="host"), {})
     assert {name: found[name] for name in ("tensor_parallel_size", "pipeline_parallel_size") if name in options}
+
+
+def test_hosts_of_blocks_do_not_work_with_nnsight_s_collect() -> None:
+    given = AsyncEngineArgs(model=str(demo_model()), tensor_parallel_size=2)
     settings = engine_model.WorkerSettings(blocks="host", check_collect=True)
     with pytest.raises(UnsupportedSetting, match=r"^--blocks host is not supported with --check-collect; leave"):
         engine_model._engine_options(given, settings, {})
