@@ -21,6 +21,7 @@ from tracewire_bus.wire.packing import decoder
 from tracewire_engine.protocol.block_host import HostSettings
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.worker.block_host.earlier_stages import EarlierStages
 from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 from tracewire_engine.worker.block_host.pool import HostPool
 from tracewire_engine.worker.block_host.rank_link import RankLink
@@ -103,7 +104,13 @@ class HostedModel:
     """A model with two tokens a prompt, and all that a worker has for blocks in hosts."""
 
     def __init__(
-        self, *, layers: int = 3, step_s: float = 20.0, pool: HostPool | None = None, others: RankLink | None = None
+        self,
+        *,
+        layers: int = 3,
+        step_s: float = 20.0,
+        pool: HostPool | None = None,
+        others: RankLink | None = None,
+        earlier: EarlierStages | None = None,
     ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
@@ -114,7 +121,7 @@ class HostedModel:
         # No C code that takes forever is waited for.
         self.reports = ReportThread(lambda: link, None, patience_s=15.0)
         self.hosts = HostedBlocks(
-            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s, others
+            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s, others, earlier
         )
         self.outcomes: dict[str, Outcome] = {}
 
@@ -136,19 +143,27 @@ class HostedModel:
         total = sum(scheduled.values())
         x = torch.linspace(-1, 1, total * HIDDEN).view(total, HIDDEN) + index
         with torch.inference_mode():
-            x = x.clone()
-            for place, layer in enumerate(self.module.model.layers):
-                path = f"model.model.layers.{place}"
-                (x,), _ = reach(f"{path}.input", ((x,), {}))
-                reach(f"{path}.skip", NO_SKIP)
-                hidden, x = reach(f"{path}.output", (layer(x), x))
-                x = hidden + x
-            last = torch.tensor(list(scheduled.values())).cumsum(0) - 1
-            logits = x[last] @ torch.linspace(-1, 1, HIDDEN * VOCABULARY).view(HIDDEN, VOCABULARY)
-            logits = reach("model.logits", logits, by_request=True)
-            samples = reach("model.samples", logits.argmax(-1, keepdim=True), by_request=True)
+            samples = self._head(self._layers(x.clone(), reach), scheduled, reach)
         self._end()
         return samples
+
+    def _layers(self, x: torch.Tensor, reach: Callable[..., Any], places: slice = slice(None)) -> torch.Tensor:
+        """Run these layers."""
+        for place, layer in list(enumerate(self.module.model.layers))[places]:
+            path = f"model.model.layers.{place}"
+            (x,), _ = reach(f"{path}.input", ((x,), {}))
+            reach(f"{path}.skip", NO_SKIP)
+            hidden, x = reach(f"{path}.output", (layer(x), x))
+            x = hidden + x
+        return x
+
+    @staticmethod
+    def _head(x: torch.Tensor, scheduled: Mapping[str, int], reach: Callable[..., Any]) -> Any:
+        """The samples of what leaves the last layer."""
+        last = torch.tensor(list(scheduled.values())).cumsum(0) - 1
+        logits = x[last] @ torch.linspace(-1, 1, HIDDEN * VOCABULARY).view(HIDDEN, VOCABULARY)
+        logits = reach("model.logits", logits, by_request=True)
+        return reach("model.samples", logits.argmax(-1, keepdim=True), by_request=True)
 
     def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:
         """Begin a step. Returns the function that serves a location to the blocks."""

@@ -20,18 +20,18 @@ from tracewire_engine.worker.parallel import rank_sockets
 __all__ = ["FollowingModel", "HostedRanks", "linked"]
 
 
-def linked(kind: Callable[[Any, str], Any] = RankLink) -> list[Any]:
-    """The ends of two ranks that are connected."""
-    addresses = ["", ""]
-    all_there = threading.Barrier(2)
+def linked(kind: Callable[[Any, str], Any] = RankLink, ranks: int = 2) -> list[Any]:
+    """The ends of ranks that are connected. `kind` makes one, of its group and an address."""
+    addresses = [""] * ranks
+    all_there = threading.Barrier(ranks)
 
     def gather(mine: str, group: Any) -> list[str]:
         addresses[group.rank] = mine
         all_there.wait(30)
         return addresses
 
-    groups = [SimpleNamespace(rank_in_group=rank, rank=rank, world_size=2) for rank in (0, 1)]
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+    groups = [SimpleNamespace(rank_in_group=rank, rank=rank, world_size=ranks) for rank in range(ranks)]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(ranks) as threads:
         patch.setattr(rank_sockets, "gathered", gather)
         return list(threads.map(lambda group: kind(group, ""), groups))
 

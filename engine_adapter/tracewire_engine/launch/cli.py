@@ -135,8 +135,7 @@ def _adapter(
         check_code(options)
         options.blocks_reason = "as the operator has set it"
         if options.blocks is None:
-            stages = vllm_arguments.pipeline_parallel_size
-            options.blocks, options.blocks_reason = default_blocks(options, stages=stages)
+            options.blocks, options.blocks_reason = default_blocks(options)
         with with_secrets(secrets):
             # An archive's credentials, and the headers of a collector of spans.
             check_bulk(options)

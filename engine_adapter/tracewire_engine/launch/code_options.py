@@ -94,16 +94,15 @@ def code_policy(options: argparse.Namespace) -> CodePolicy:
     return CodePolicy(code, reason, approvals=approvals, imports=imports, permits=Permits(options.permit_key))
 
 
-def default_blocks(options: argparse.Namespace, *, stages: int) -> tuple[str, str]:
-    """Where blocks run without `--blocks`, `"inline"` or `"host"`, and why. `stages` counts the pipeline stages."""
+def default_blocks(options: argparse.Namespace) -> tuple[str, str]:
+    """Where blocks run without `--blocks`, `"inline"` or `"host"`, and why."""
     shared = why_shared(options.url)
     if not shared:
         return "inline", "the default, since the Redis is private to this user"
     if code_policy(options).code == "none":
         return "inline", "the default, since no block runs"
-    if stages > 1 or options.check_collect:
-        other = "--check-collect" if options.check_collect else "--pipeline-parallel-size"
-        return "inline", f"since {other} allows no other, although {shared}"
+    if options.check_collect:
+        return "inline", f"since --check-collect allows no other, although {shared}"
     return "host", f"the default, since {shared}"
 
 

@@ -329,24 +329,13 @@ def _engine_options(arguments: AsyncEngineArgs, settings: WorkerSettings, loras:
         raise UnsupportedSetting("--adapters is not supported with Ray: workers on other hosts have one adapter")
     if settings.adapters > 1 and arguments.create_model_config().is_multimodal_model:
         raise UnsupportedSetting("--adapters is not supported for a model that takes images: its cache has one adapter")
-    if settings.blocks == "host":
-        _refuse_hosts(arguments, settings)
+    if settings.blocks == "host" and settings.check_collect:
+        raise UnsupportedSetting(
+            "--blocks host is not supported with --check-collect; leave --check-collect out, or run blocks inline"
+        )
     if loras:
         options.update(_adapters(arguments, loras))
     return options
-
-
-def _refuse_hosts(arguments: AsyncEngineArgs, settings: WorkerSettings) -> None:
-    """Refuse what `--blocks host` does not work with."""
-    for option, given in (
-        ("--check-collect", settings.check_collect),
-        ("--pipeline-parallel-size", arguments.pipeline_parallel_size > 1),
-        ("--distributed-executor-backend ray", arguments.distributed_executor_backend == "ray"),
-    ):
-        if given:
-            raise UnsupportedSetting(
-                f"--blocks host is not supported with {option} yet; leave {option} out, or run blocks inline"
-            )
 
 
 def _reasons(error: ValidationError) -> str:

@@ -246,7 +246,7 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         choices=("inline", "host"),
         help="where blocks run: 'inline', in vLLM's worker, for trusted code; or 'host', in confined processes, which "
         "only blocks of one tenant that do nothing but compute share (default: host where blocks run and others than "
-        "this user can submit some, and the engine has neither --pipeline-parallel-size nor --check-collect)",
+        "this user can submit some, and the engine has no --check-collect)",
     )
     group.add_argument(
         "--block-step-ms",

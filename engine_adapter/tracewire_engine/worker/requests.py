@@ -41,8 +41,7 @@ from .request_book import RequestBook
 from .save_tracker import SaveTracker
 
 if TYPE_CHECKING:
-    from tracewire_engine.worker.block_host.followed_blocks import FollowedBlocks
-    from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
+    from tracewire_engine.worker.block_host.setup import BlocksElsewhere
 
 __all__ = ["RequestProgress", "TracedRequests", "extra_arguments"]
 
@@ -114,7 +113,7 @@ class TracedRequests(RequestBook):
         self.shared_runs = SharedRuns(blocks.device, budget)
         self.results = RequestResults()
         #: With `--blocks host`: the blocks of all requests.
-        self.hosts: HostedBlocks | FollowedBlocks | None = None
+        self.hosts: BlocksElsewhere | None = None
         #: The prefixes of locations whose values belong to no single request.
         self.encoders: tuple[str, ...] = ()
 
@@ -129,7 +128,8 @@ class TracedRequests(RequestBook):
             self._take(data.req_id, arguments)
             if ranks is not None:
                 self._announce(data.req_id, ranks)
-            if pipeline is not None and not {BLOCK_ARG, EDITS_ARG}.isdisjoint(arguments):
+            blocks = not {BLOCK_ARG, EDITS_ARG}.isdisjoint(arguments)
+            if pipeline is not None and blocks and self.hosts is None:
                 # Even if it failed on this stage.
                 pipeline.blocks[data.req_id] = set()
                 request = self.requests[data.req_id]
@@ -185,7 +185,7 @@ class TracedRequests(RequestBook):
             for edit in edits_of(given.get(EDITS_ARG)):
                 self.blocks.check_permit(bytes(edit.block), edit.permit)
             self.hosts.open(request_id, request, given, (name, choices, tenant), names)
-        except NoPermit as error:
+        except (NoPermit, NotImplementedError) as error:
             request.error = failure_of(error, None)
         except OSError as error:
             request.error = Failure(type="BlockHostLost", message=f"no process for blocks: {error}", field="block")

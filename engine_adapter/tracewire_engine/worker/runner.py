@@ -35,6 +35,7 @@ import torch
 from nnsight.tracing import tracer as nnsight_tracer
 
 from tracewire_bus.wire.messages import Failure
+from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG
 from tracewire_engine.protocol.messages import Applied
 from tracewire_engine.worker.blocks import time_limit
 from tracewire_engine.worker.blocks.live_params import LIVE, LiveRun
@@ -42,8 +43,9 @@ from tracewire_engine.worker.blocks.mediator import SAMPLES, in_vocabulary
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, stage_state
 
-from .block_host.hosted_blocks import valid_samples
+from .block_host.hosted_blocks import HostedBlocks, valid_samples
 from .kv_offload import KVBlocks, PreemptedKVCache
+from .requests import extra_arguments
 from .runner_parts import RunnerParts
 
 __all__ = ["TracewireRunner"]
@@ -78,6 +80,8 @@ class TracewireRunner(RunnerParts):
         if pipeline is not None and pipeline.index < pipeline.topology.last:
             self.tracewire_declared.check_reached()
             self._send_to_stages(pipeline)
+            if self.tracewire_hosts is not None:
+                self.tracewire_hosts.end()
         return output
 
     def record_graphs(self, capture: Callable[[], Any]) -> Any:
@@ -111,9 +115,30 @@ class TracewireRunner(RunnerParts):
         for run in self.tracewire_changed:
             self.tracewire_declared.update_live(run)
 
+    def begin_ahead(self, scheduler_output: Any) -> None:
+        """Let blocks in hosts take part in the earlier stages' part of a step, of which this is the last stage.
+
+        Called before vLLM waits for what the earlier stages compute.
+        """
+        pipeline, hosts = self.tracewire_pipeline, self.tracewire_hosts
+        if pipeline is None or not isinstance(hosts, HostedBlocks) or not scheduler_output.total_num_scheduled_tokens:
+            return
+        fresh = self.fresh_requests(scheduler_output)
+        if any(not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)) for data in fresh):
+            self.take_requests(fresh)
+            self.tracewire_taken = True
+        hosts.begin_ahead(scheduler_output.num_scheduled_tokens)
+
+    def fresh_requests(self, scheduler_output: Any) -> list[Any]:
+        """The requests of a step that no step has had, as the scheduler describes them."""
+        fresh: list[Any] = scheduler_output.scheduled_new_reqs
+        return fresh
+
     def take_requests(self, fresh: list[Any]) -> None:
         """Take the interventions of new requests. The argument has them as the scheduler describes them."""
-        if fresh:
+        if self.tracewire_taken:
+            self.tracewire_taken = False
+        elif fresh:
             self.tracewire_requests.add(fresh)
 
     def begin_rows(self, scheduler_output: Any, order: list[str]) -> None:

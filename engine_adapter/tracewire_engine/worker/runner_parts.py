@@ -128,6 +128,8 @@ class RunnerParts:
         self.tracewire_requests.ranks = self.tracewire_ranks
         self.tracewire_deferred = DeferredReport()
         self.tracewire_unwatched = False
+        #: Whether the new requests of the step were taken before vLLM took them.
+        self.tracewire_taken = False
         #: The runs whose live parameters change with the current step.
         self.tracewire_changed: list[LiveRun] = []
         #: The rows of the step whose tokens submissions give, each with its token.

@@ -101,13 +101,16 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         if self.tracewire_serving and scheduler_output.scheduled_new_reqs:
-            come = self.tracewire_come
-            fresh = [data for data in scheduler_output.scheduled_new_reqs if data.req_id not in come]
+            fresh = self.fresh_requests(scheduler_output)
             for data in fresh:
-                come.add(data.req_id)
+                self.tracewire_come.add(data.req_id)
                 if not _TRACED.isdisjoint(extra_arguments(data)):
                     self.tracewire_known[data.req_id] = RequestState(0, 0)
             self.take_requests(fresh)
+
+    def fresh_requests(self, scheduler_output: Any) -> list[Any]:
+        # Preempted requests that go on are among vLLM's new ones.
+        return [data for data in scheduler_output.scheduled_new_reqs if data.req_id not in self.tracewire_come]
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)

@@ -69,6 +69,12 @@ class TracewireWorker(_PlatformWorker):
         super().init_device()
         self.model_runner.__class__ = tracing(type(self.model_runner))
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step."""
+        if self.model_runner.tracewire_serving:
+            self.model_runner.begin_ahead(scheduler_output)
+        return super().execute_model(scheduler_output)
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, and exempt all objects that exist by then from garbage collection, which stalls all requests.
 

@@ -1,6 +1,7 @@
 """Engines whose workers are Ray actors, in a cluster of their own: as on one rank, and nothing of Ray is left after.
 
-Two layouts: two tensor-parallel ranks, two pipeline stages. Each engine is killed in part, and then outright.
+Three layouts: two tensor-parallel ranks, with blocks in the workers and in hosts, and two pipeline stages. Each engine
+is killed in part, and then outright.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from tracewire import Client, Model, Output
 
 pytestmark = pytest.mark.full
 
-LAYOUTS = {"tensor parallel": ("--tensor-parallel-size", "2"), "pipeline": ("--pipeline-parallel-size", "2")}
+LAYOUTS = {
+    "tensor parallel": ("--tensor-parallel-size", "2", "--blocks", "inline"),
+    "tensor parallel, hosts": ("--tensor-parallel-size", "2", "--blocks", "host"),
+    "pipeline": ("--pipeline-parallel-size", "2"),
+}
 
 #: How far values may be off: tensor-parallel ranks sum bfloat16 in another order.
-TOLERANCES = {"tensor parallel": 0.05, "pipeline": 0.02}
+TOLERANCES = {"tensor parallel": 0.05, "tensor parallel, hosts": 0.05, "pipeline": 0.02}
 
 #: What a Ray cluster consists of, by what its processes' command lines say.
 RAY = re.compile(r"gcs_server|raylet|ray::|/ray/(dashboard|autoscaler|_private)/")
@@ -64,7 +69,7 @@ async def test_it_is_as_on_one_rank(
     name: str, layout: str, client: Client, two: Model, engine: EngineProcess, engine_bus: str
 ) -> None:
     ours = await SCENARIOS[name](client, two)
-    if layout == "tensor parallel" and name in TIES:
+    if layout != "pipeline" and name in TIES:
         # Rounding decides between tokens there. That it came to its end, each token told once, is all.
         return
     async with tracewire.connect(engine_bus) as other:
@@ -88,7 +93,7 @@ async def test_a_killed_worker_costs_an_attempt(layout: str, client: Client, two
         # Neither the one that reports nor EngineCore: nobody who would be missed at once.
         workers = processes(ranks.engine, re.compile("ray::TracewireRayWorker"))
         assert len(workers) == 2
-        workers[1 if layout == "tensor parallel" else 0].kill()
+        workers[0 if layout == "pipeline" else 1].kill()
         with anyio.fail_after(240):
             result = await trace.result()
         events = [event async for event in client.subscribe(trace.id, since="start")]

@@ -22,6 +22,7 @@ from tracewire_engine.link.described_objects import described
 from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
 from tracewire_engine.worker.parallel.rank_agreement import is_parallel
+from tracewire_engine.worker.parallel.topology import OtherStage
 
 from .call_checks import check_inputs, checked_widths
 from .pool import HostProcess
@@ -29,6 +30,8 @@ from .rank_link import Called, RankLink
 
 if TYPE_CHECKING:
     from tracewire_engine.worker.remote_inputs import RemoteInputs
+
+    from .earlier_stages import EarlierStages
 
 __all__ = ["ModelAnswers"]
 
@@ -58,6 +61,8 @@ class ModelAnswers:
         self.inputs: Path | RemoteInputs = Path()
         #: Under tensor parallelism, on the first rank: the other ranks, which run sharded modules with this one.
         self.others: RankLink | None = None
+        #: Under pipeline parallelism, on the last stage: the earlier stages.
+        self.earlier: EarlierStages | None = None
 
     def answer(self, host: HostProcess, request: Request) -> Answer:
         """Do what a block has asked of the model."""
@@ -69,6 +74,9 @@ class ModelAnswers:
                 return Answer(self._given(host, self._model.tokenizer))
             if request.attribute == SOURCE:
                 return Answer(self._given(host, self._source(envoy)))
+            stage = vars(envoy._module).get("tracewire_stage")
+            if isinstance(stage, int):
+                return Answer(self._given(host, self._called_on(stage, host, request)))
             if request.attribute:
                 if request.attribute.startswith("__"):
                     raise AttributeError(request.attribute)
@@ -110,6 +118,31 @@ class ModelAnswers:
                 f"{name} is neither a parameter nor a buffer of the model, so it cannot be given to a block in a "
                 "process of its own (--blocks host)"
             )
+
+    def _called_on(self, stage: int, host: HostProcess, request: Request) -> Any:
+        """What a module of another pipeline stage returns to a block, if that stage waits for blocks."""
+        if self.earlier is None or self.earlier.waiting != stage or request.attribute or request.value is None:
+            raise OtherStage(
+                f"{request.path.removeprefix('model.')} is on pipeline stage {stage}: a block in a process of its own "
+                "(--blocks host) can call it only before it asks for anything of a later stage, and cannot read its "
+                "weights"
+            )
+        host.returned.check_apart(request.value.tensors)
+        copies = CopiedRows()
+        shapes = [copies.add(host.returned.read(shape)) for shape in request.value.tensors]
+        return self.earlier.call(Called(request.path, Shared(request.value.skeleton, shapes)), copies.bytes())
+
+    def checked_call(self, path: str, value: Shared, rows: RowBytes) -> Any:
+        """Call the module at a path for a block of the last stage's hosts, as `call` does.
+
+        Raises:
+            Exception: whatever the module raises, and what a block may not call.
+        """
+        envoy = self._envoy(path)
+        self._expect_no_cache(envoy, envoy._module.modules(), "it cannot be called by")
+        tensors = [rows.read(shape) for shape in value.tensors]
+        check_inputs(envoy._module, tensors, self.most_rows)
+        return self._call(envoy, value, tensors)
 
     def _called(self, host: HostProcess, path: str, value: Shared) -> Any:
         envoy = self._envoy(path)

@@ -7,7 +7,6 @@ the host an attempt.
 
 from __future__ import annotations
 
-import logging
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,47 +16,34 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import ChannelClosed, wait_for
-from tracewire_engine.link.shared_rows import CopiedRows, RowBytes
-from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Request, Steered
+from tracewire_engine.link.shared_rows import RowBytes
+from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
 
 from .accounts import Accounts, has_files
-from .answers import ModelAnswers
+from .earlier_stages import EarlierStages
 from .host import BlockHost, HostedRequest, HostedTrace
+from .host_turns import HostTurns
 from .late_copies import LateCopies
 from .left_values import Left, merged
 from .pool import HostPool
-from .rank_link import RankLink, Served, StepBegan, StepWatch, edit_of
+from .rank_link import RankLink, Served, StepBegan, StepWatch
 from .reading import ModelPaths
-from .report_thread import ReportThread, lost, too_slow
-from .rows import NoRoom, StepRows
+from .report_thread import ReportThread
+from .rows import StepRows
 from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
 
-logger = logging.getLogger("vllm.tracewire")
-
-_WAITED = "within one step, while every request waited for it"
-
 #: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
 _IDLE_S = 120.0
-
-#: The share of a step's time that each host has, whatever the others take.
-_SHARE = 0.5
 
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _encode = msgspec.msgpack.Encoder().encode
 _changes: msgspec.msgpack.Decoder[tuple[float, dict[str, msgspec.Raw], list[str]]] = msgspec.msgpack.Decoder(
     tuple[float, dict[str, msgspec.Raw], list[str]]
 )
-_said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
 _generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
-
-
-def _patience_s(host: BlockHost, left_s: float, step_s: float) -> float:
-    """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
-    return max(left_s, _SHARE * step_s - host.used_s)
 
 
 class HostedBlocks:
@@ -70,6 +56,7 @@ class HostedBlocks:
         reports: passes on what hosts report.
         step_s: how long the model waits for all blocks of a step, in seconds.
         others: under tensor parallelism, the connection to the other ranks.
+        earlier: under pipeline parallelism, the connection to the earlier stages.
     """
 
     def __init__(
@@ -80,15 +67,19 @@ class HostedBlocks:
         reports: ReportThread,
         step_s: float,
         others: RankLink | None = None,
+        earlier: EarlierStages | None = None,
     ) -> None:
         self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
         self._hosts = TenantHosts(pool, reports)
         #: Waits until hosts can be started, so that the model waits for no start later.
         self.wait_ready = pool.wait_ready
-        self._step_s = step_s
+        self._turns = HostTurns(model, reports, step_s)
         #: Answers what hosts ask for.
-        self.answers = ModelAnswers(model)
+        self.answers = self._turns.answers
         self._others = self.answers.others = others
+        self._earlier = self.answers.earlier = earlier
+        #: Whether the step has begun before this stage came to it.
+        self._ahead = False
         #: Where hosts want something, and what the other ranks were told of that. All ranks count what the model passes
         #: in the latter.
         self._watch_now, self._told = StepWatch(), StepWatch()
@@ -100,11 +91,6 @@ class HostedBlocks:
         #: The hosts of the step, and by location those that want something there.
         self._active: list[BlockHost] = []
         self._watching: dict[str, list[BlockHost]] = {}
-        #: The locations that the model has passed in the step, by their numbers; and all locations by number.
-        self._passed: array[int] = array("H")
-        self._names: list[str] = []
-        self._numbers: dict[str, int] = {}
-        self._left_s = 0.0
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +114,7 @@ class HostedBlocks:
 
         Raises:
             OSError: no host could be started.
+            MayWrite: the layout has no way for blocks that may do more than read.
         """
         if self._others is not None:
             # First, since it must be known on all ranks, also if no host can be had.
@@ -136,6 +123,8 @@ class HostedBlocks:
         self._purge()
         known = self.traces.get(name)
         account = self._accounts.of(arguments)
+        if self._earlier is not None:
+            self._earlier.open(request_id, account)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):
@@ -151,6 +140,8 @@ class HostedBlocks:
         """End a request that the scheduler has ended. Returns whether its blocks ran in a host."""
         if self._others is not None:
             self._others.requests.discard(request_id)
+        if self._earlier is not None:
+            self._earlier.discard(request_id)
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
@@ -160,7 +151,7 @@ class HostedBlocks:
                 # It never was in a step.
                 host.begin([], StepRows([], [], 0, 0))
             host.tell(Finished(request_id, tokens, failure, failed_at))
-            self._send(host)
+            self._turns.send(host)
         self._reports.finish(trace.requests[request_id])
         if not any(one in self._of for one in trace.requests):
             trace.idle_since = time.monotonic()
@@ -200,7 +191,7 @@ class HostedBlocks:
         """End the host of a request for which another rank could not do its part. Returns whether it has one."""
         trace = self._of.get(request_id)
         if trace is not None:
-            self._fail(trace.host, failure)
+            self._turns.fail(trace.host, failure)
         return trace is not None
 
     def take_result(self, generated: bytes) -> bool:
@@ -210,7 +201,7 @@ class HostedBlocks:
             return False
         if trace.failure is None:
             trace.host.tell(Generated(generated))
-            self._send(trace.host)
+            self._turns.send(trace.host)
         return True
 
     def __len__(self) -> int:
@@ -228,13 +219,14 @@ class HostedBlocks:
             index_of: gives the index of the token that a request samples in this step.
         """
         self._active = []
-        self._left_s = self._step_s
-        self._passed = array("H")
+        self._turns.begin_step()
         self._purge()
         told = self._others is not None and self._others.takes_part(scheduled)
+        present = [request_id for request_id in order if request_id in scheduled]
+        if self._earlier is not None:
+            self._earlier.begin(scheduled, present)
         if not self._of and not told:
             return False
-        present = [request_id for request_id in order if request_id in scheduled]
         spans, rows = _shares(scheduled, present, index_of, self._of)
         self._active = list(spans)
         waiting = []
@@ -247,11 +239,26 @@ class HostedBlocks:
                     waiting.append(host)
             elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
-        self._ask(waiting)
+        self._turns.ask(waiting)
         self._watch()
         if self._others is not None and told:
             self._others.tell(StepBegan(self._news()))
         return bool(self._active)
+
+    def begin_ahead(self, scheduled: Collection[str]) -> None:
+        """Serve the hosts what earlier stages reach in a step with these requests, if these stages wait for it.
+
+        Called before this stage waits for the model's values of the step.
+        """
+        if self._earlier is None or not self._earlier.wait_in(scheduled):
+            return
+        requests = self._earlier.began()
+        indices = {request_id: index for request_id, _, index in requests}
+        counts = {request_id: count for request_id, count, _ in requests}
+        self.begin(counts, list(counts), indices.__getitem__)
+        self._earlier.tell_began(self._watch_now)
+        self._take_earlier()
+        self._ahead = True
 
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:
         """Begin a step. Returns whether blocks in hosts take part in it.
@@ -267,6 +274,9 @@ class HostedBlocks:
             index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
             return index
 
+        if self._ahead:
+            self._ahead = False
+            return self.active
         return self.begin(scheduled, order, index_of)
 
     def pass_by(self, locations: Collection[str]) -> bool:
@@ -277,7 +287,7 @@ class HostedBlocks:
         watched = self._watching if self._others is None else self._told
         if any(location in watched for location in locations):
             return False
-        self._passed.extend(map(self._number, locations))
+        self._turns.passed.extend(map(self._turns.number, locations))
         return True
 
     def wants(self, location: str) -> bool:
@@ -293,43 +303,53 @@ class HostedBlocks:
 
     def reach(self, location: str, value: Any, *, by_request: bool = False) -> Any:
         """Serve a location to the blocks that want it. Returns the value as they leave it."""
-        number, watching = self._number(location), self._watching.get(location, ())
+        number, watching = self._turns.number(location), self._watching.get(location, ())
         told = self._others is not None and self._told.passes(location)
         if not watching and not told:
-            self._passed.append(number)
+            self._turns.passed.append(number)
             return value
-        waiting = []
-        copies = LateCopies() if self._on_gpu else None
-        for host in watching:
-            waits = host.passes(location)
-            if waits or location in host.observed:
-                self._share(host, location, value, copies, by_request=by_request)
-            if waits and host.failure is None:
-                waiting.append(host)
-        self._passed.append(number)
+        self._take_earlier()
+        waiting = self._turns.share_with(watching, location, value, LateCopies() if self._on_gpu else None, by_request)
+        self._turns.passed.append(number)
         # A change that the other ranks are not told of would part them.
         assert told or not waiting or self._others is None
         if waiting or told:
-            left = self._left_by(self._ask(waiting), told=told)
-            value = merged(value, left, self._misfit)
+            left = self._left_by(self._turns.ask(waiting), told=told)
+            value = merged(value, left, self._turns.misfit)
         return value
 
     def end(self) -> None:
         """End the step: the hosts report it."""
+        self._take_earlier()
         for host in self._active:
             if host.failure is None:
-                host.end(self._passed)
-                self._send(host)
+                host.end(self._turns.passed)
+                self._turns.send(host)
         self._active, self._watching = [], {}
 
-    # --- with hosts ---------------------------------------------------------------------------------------------------
+    def _take_earlier(self) -> None:
+        """Give the hosts what the earlier stages have reached in the step, unless they have it."""
+        if self._earlier is None or not self._earlier.due:
+            return
+        passed, self._turns.passed = self._turns.passed, array("H")
+        for one in self._earlier.take():
+            for request_id, failure in one.failures.items():
+                self.fail(request_id, failure)
+            for location in one.passed:
+                for host in self._watching.get(location, ()):
+                    host.passes(location)
+                self._turns.passed.append(self._turns.number(location))
+            if not one.location:
+                continue
+            waiting = self._turns.share_with(self._watching.get(one.location, ()), one.location, one.value, None, False)
+            self._turns.passed.append(self._turns.number(one.location))
+            if one.waits:
+                _, edits, data = self._turns.copied(self._turns.ask(waiting))
+                self._watch()
+                self._earlier.serve(Served(edits, self._watch_now), data)
+        self._turns.passed += passed
 
-    def _number(self, location: str) -> int:
-        number = self._numbers.get(location)
-        if number is None:
-            number = self._numbers[location] = len(self._names)
-            self._names.append(location)
-        return number
+    # --- with hosts ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Note where hosts want something from now on."""
@@ -342,7 +362,7 @@ class HostedBlocks:
             observed = host.observed
             for location in {*host.waits, *observed}:
                 watching.setdefault(location, []).append(host)
-            if self._others is not None:
+            if self._others is not None or self._earlier is not None:
                 watch.observed |= observed
                 for location, after in host.waits.items():
                     watch.waits[location] = min(after, watch.waits.get(location, after))
@@ -355,111 +375,16 @@ class HostedBlocks:
         self._told = self._watch_now
         return self._told
 
-    def _share(
-        self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
-    ) -> None:
-        began = time.monotonic()
-        while host.failure is None:
-            try:
-                host.reach(location, value, self._passed, by_request=by_request, copies=copies)
-                return
-            except NoRoom:
-                if host.untold:  # the rows of this step take more than is shared
-                    self._send(host)
-                    continue
-                left = _patience_s(host, self._left_s, self._step_s) - (time.monotonic() - began)
-                if left <= 0:
-                    self._fail(host, too_slow(host, self._step_s, _WAITED))
-                else:
-                    with self._reports.returned:
-                        self._reports.returned.wait(min(left, 0.05))
-            except Exception as error:  # it costs the host, not the engine
-                why = f"{location} cannot be shared: {type(error).__name__}: {error}"
-                self._fail(host, lost(why, len(host.traces)))
-        spent = time.monotonic() - began
-        self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
-
-    def _send(self, host: BlockHost, *, waits: bool = False) -> bool:
-        if waits:
-            self._reports.wait_for(host)
-        try:
-            later = host.send(self._names, waits=waits)
-        except ChannelClosed:
-            self._fail(host, lost("", len(host.traces)))
-            return False
-        if later is not None:
-            self._reports.send_later(host, later)
-        return True
-
-    def _ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
-        """Send these hosts what they have not been told, and wait for their replies."""
-        waiting = [host for host in hosts if self._send(host, waits=True)]
-        began = time.monotonic()
-        replies = {}
-        while waiting:
-            left = min(_patience_s(host, self._left_s, self._step_s) for host in waiting)
-            ready = wait_for([host.calls for host in waiting], left - time.monotonic() + began)
-            passed = time.monotonic() - began
-            for host in list(waiting):
-                try:
-                    reply = self._reply(host) if host.calls in ready else None
-                except ChannelClosed:
-                    self._fail(host, lost("", len(host.traces)))
-                except Exception as error:  # it costs the host, not the engine
-                    self._fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
-                else:
-                    if reply is not None:
-                        replies[host] = reply
-                    elif passed >= _patience_s(host, self._left_s, self._step_s):
-                        self._fail(host, too_slow(host, self._step_s, _WAITED))
-                    else:
-                        continue
-                waiting.remove(host)
-                host.used_s += passed
-        self._left_s -= time.monotonic() - began
-        return [(host, replies[host]) for host in hosts if host in replies and host.failure is None]
-
-    def _reply(self, host: BlockHost) -> Reply | None:
-        """Take what a host has said. Returns its reply, if it has come."""
-        for message in host.calls.arrived():
-            said = _said.decode(message)
-            if isinstance(said, Reply):
-                host.took(host.turns, host.process.given.taken)
-                if host.reads is None:
-                    host.take(said)
-                return said
-            host.calls.send(_encode(self.answers.answer(host.process, said)))
-        return None
-
-    def _fail(self, host: BlockHost, failure: Failure) -> None:
-        """End a host that is gone, or of no use any more."""
-        if host.fail(failure):
-            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
-        host.process.kill()
-        self._reports.lose(host)
-
     def _left_by(self, replies: list[tuple[BlockHost, Reply]], *, told: bool) -> list[Left[BlockHost]]:
         """What hosts leave at a location, in copies of which the other ranks are told if they wait for that."""
         found = [(host, reply) for host, reply in replies if reply.edited or reply.replaced is not None]
         if self._others is None or not told:
             self._watch()
             return [Left(host, host.shared, reply, host.process.returned) for host, reply in found if host.shared]
-        copies, left, edits = CopiedRows(), [], []
-        for host, reply in found:
-            try:
-                assert host.rows is not None
-                edits.append(edit_of(host.present, host.rows, reply, host.process.returned, copies))
-                left.append((host, edits[-1].reply))
-            except Exception as error:  # it costs the host, not the engine
-                self._misfit(host, error)
+        left, edits, data = self._turns.copied(found)
         self._watch()
-        data = copies.bytes()
         self._others.tell(Served(edits, self._news()), data)
         return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
-
-    def _misfit(self, host: BlockHost, error: Exception) -> None:
-        """End a host that leaves what cannot be put into the model's value, such as rows that do not fit."""
-        self._fail(host, lost(str(error), len(host.traces)))
 
 
 def _shares(

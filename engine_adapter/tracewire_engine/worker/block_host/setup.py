@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
@@ -22,14 +22,21 @@ from tracewire_engine.protocol.keys import (
 )
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey
 
+from .accounts import Accounts
+from .answers import ModelAnswers
+from .earlier_stages import EarlierStages
 from .followed_blocks import FollowedBlocks
+from .forwarded_blocks import ForwardedBlocks
 from .hosted_blocks import HostedBlocks
 from .pool import HostPool
 from .rank_link import RankLink
 from .reading import ModelPaths
 from .report_thread import ReportThread
 
-__all__ = ["hosted_blocks", "outline_of"]
+__all__ = ["BlocksElsewhere", "hosted_blocks", "outline_of"]
+
+#: What a worker has in place of blocks: hosts, or the part of another rank or stage.
+BlocksElsewhere: TypeAlias = HostedBlocks | FollowedBlocks | ForwardedBlocks
 
 #: The share of a step's time after which a block is interrupted, before its host is.
 _SHARE = 0.8
@@ -70,26 +77,36 @@ def _has_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, AttentionLayerBase) or "kv_cache" in vars(module)
 
 
-def hosted_blocks(runner: Any) -> HostedBlocks | FollowedBlocks | None:
+def hosted_blocks(runner: Any) -> BlocksElsewhere | None:
     """The hosts of a worker's blocks; `None` if blocks run in the worker.
 
-    Of tensor-parallel ranks, the first has the hosts and the others follow it.
+    Of tensor-parallel ranks, the first has the hosts and the others follow it. Of pipeline stages, the last has them
+    and the others send it what blocks read there.
     """
     config = runner.vllm_config.additional_config
     if config.get(BLOCKS) != "host":
         return None
-    model, ranks = runner.nnsight_model, runner.tracewire_ranks
-    others = None if ranks is None else RankLink(get_tp_group(), config.get(LINK_ADDRESS) or "")
+    model, ranks, address = runner.nnsight_model, runner.tracewire_ranks, config.get(LINK_ADDRESS) or ""
+    stages = get_pp_group()
+    if not stages.is_last_rank:
+        paths = ModelPaths(outline_of(runner.get_model()), model.__dict__["_tracewire_layers"])
+        forwarded = ForwardedBlocks(model, Accounts(paths), stages, address, get_tp_group())
+        _limit(forwarded.answers, runner)
+        return forwarded
+    earlier = EarlierStages(stages, address, get_tp_group().world_size) if stages.world_size > 1 else None
+    others = None if ranks is None else RankLink(get_tp_group(), address)
     if others is not None and not others.first:
         return FollowedBlocks(
             model, others, lambda request, failure: ranks.fail(BlockKey(request, ""), lambda: failure)
         )
-    hosts = _hosts_of(runner, config, others)
+    hosts = _hosts_of(runner, config, others, earlier)
     hosts.answers.inputs = runner.tracewire_inputs
     return hosts
 
 
-def _hosts_of(runner: Any, config: dict[str, Any], others: RankLink | None) -> HostedBlocks:
+def _hosts_of(
+    runner: Any, config: dict[str, Any], others: RankLink | None, earlier: EarlierStages | None
+) -> HostedBlocks:
     model = runner.nnsight_model
     interleaver = model.interleaver
     settings = HostSettings(
@@ -115,7 +132,12 @@ def _hosts_of(runner: Any, config: dict[str, Any], others: RankLink | None) -> H
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    hosts = HostedBlocks(model, paths, pool, reports, step_s, others)
-    hosts.answers.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
-    hosts.answers.holds_state = _has_attention
+    hosts = HostedBlocks(model, paths, pool, reports, step_s, others, earlier)
+    _limit(hosts.answers, runner)
     return hosts
+
+
+def _limit(answers: ModelAnswers, runner: Any) -> None:
+    """Set what blocks may call."""
+    answers.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    answers.holds_state = _has_attention

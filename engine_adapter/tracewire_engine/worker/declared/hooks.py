@@ -17,8 +17,7 @@ from .cuda_graphs import current_capture
 from .plan import DeclaredRequests, LocationHook
 
 if TYPE_CHECKING:
-    from tracewire_engine.worker.block_host.followed_blocks import FollowedBlocks
-    from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
+    from tracewire_engine.worker.block_host.setup import BlocksElsewhere
 
 __all__ = ["BY_REQUEST", "DeclaredInterleaver"]
 
@@ -43,7 +42,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     topology: Topology | None = None
     elsewhere: frozenset[str] = frozenset()
     #: With `--blocks host`: the blocks of all requests, none of which runs in this process.
-    hosts: HostedBlocks | FollowedBlocks | None = None
+    hosts: BlocksElsewhere | None = None
 
     @classmethod
     def install(cls, interleaver: VLLMInterleaver, declared: DeclaredRequests, module: torch.nn.Module) -> None:
@@ -112,8 +111,10 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         value = super().handle(provider, value)
         return self.keep_skipped(provider, value) if type(value) is SkipParts else value
 
-    def _reach(self, hosts: HostedBlocks | FollowedBlocks, provider: str, value: Any) -> Any:
+    def _reach(self, hosts: BlocksElsewhere, provider: str, value: Any) -> Any:
         """Serve a location to declared interventions, then to blocks that run in hosts."""
+        if provider in self.elsewhere:
+            return value
         hook = self.declared.hooks.get(provider)
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)

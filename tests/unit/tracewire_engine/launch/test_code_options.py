@@ -54,22 +54,18 @@ def test_the_operator_may_say_otherwise(code: str, embedded: str) -> None:
 def test_blocks_of_others_run_in_hosts(code: str, embedded: str) -> None:
     file = ("--approved", "approved.json") if code == "listed" else ()
     options = parsed("--code", code, *file)
-    assert default_blocks(options, stages=1) == (
+    assert default_blocks(options) == (
         "host",
         "the default, since the Redis at redis://elsewhere may be shared",
     )
-    assert default_blocks(options, stages=2) == (
-        "inline",
-        "since --pipeline-parallel-size allows no other, although the Redis at redis://elsewhere may be shared",
-    )
     options = parsed("--code", code, *file, "--check-collect")
-    assert default_blocks(options, stages=1)[1].startswith("since --check-collect allows no other")
+    assert default_blocks(options)[1].startswith("since --check-collect allows no other")
     # On a private bus nobody else can submit a block.
-    assert default_blocks(parsed("--code", code, *file, url=embedded), stages=1)[0] == "inline"
+    assert default_blocks(parsed("--code", code, *file, url=embedded))[0] == "inline"
 
 
 def test_without_blocks_there_are_no_hosts() -> None:
-    assert default_blocks(parsed(), stages=1) == ("inline", "the default, since no block runs")
+    assert default_blocks(parsed()) == ("inline", "the default, since no block runs")
 
 
 def test_imports_are_limited_unless_any_block_runs() -> None:

@@ -110,21 +110,21 @@ def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "collects", "named"),
+    "options",
     [
-        ({"tensor_parallel_size": 2}, False, ""),
-        ({"tensor_parallel_size": 2}, True, "--check-collect"),
-        ({"pipeline_parallel_size": 2}, False, "--pipeline-parallel-size"),
-        ({"distributed_executor_backend": "ray"}, False, "--distributed-executor-backend ray"),
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
     ],
 )
-def test_what_hosts_of_blocks_do_not_work_with_is_named(options: dict[str, Any], collects: bool, named: str) -> None:
+def test_hosts_of_blocks_work_with_all_layouts(options: dict[str, Any]) -> None:
     given = AsyncEngineArgs(model=str(demo_model()), **options)
-    settings = engine_model.WorkerSettings(blocks="host", check_collect=collects)
-    if not named:
-        assert engine_model._engine_options(given, settings, {})["tensor_parallel_size"] == 2
-        return
-    with pytest.raises(
-        UnsupportedSetting, match=f"^--blocks host is not supported with {named} yet; leave {named} out"
-    ):
+    found = engine_model._engine_options(given, engine_model.WorkerSettings(blocks="host"), {})
+    assert {name: found[name] for name in ("tensor_parallel_size", "pipeline_parallel_size") if name in options}
+
+
+def test_hosts_of_blocks_do_not_work_with_nnsight_s_collect() -> None:
+    given = AsyncEngineArgs(model=str(demo_model()), tensor_parallel_size=2)
+    settings = engine_model.WorkerSettings(blocks="host", check_collect=True)
+    with pytest.raises(UnsupportedSetting, match=r"^--blocks host is not supported with --check-collect; leave"):
         engine_model._engine_options(given, settings, {})

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, LlamaConfig
 from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
-from tracewire_engine.link import shared_rows
 
 READS = """
 hidden = [].save()
@@ -37,42 +36,7 @@ for step in tracer.iter[:]:
 """
 
 
-LATER = """
-hidden = [].save()
-for step in tracer.iter[:]:
-    last = model.model.layers[2].output[0]
-    last[:] = 1
-    hidden.append(last.clone())
-"""
-
 EXIT = "__import__('os')._exit(3)"
-
-#: Python can interrupt this one.
-LOOPS = """
-h = model.model.layers[1].output[0]
-h[:] = 0
-while True:
-    pass
-"""
-
-#: And not this one.
-#: C code, which lets no handler of Python's run.
-COUNTS = """
-h = model.model.layers[1].output[0]
-h[:] = 0
-sum(range(10**12))
-"""
-
-STUCK = """
-h = model.model.layers[1].output[0]
-h[:] = 0
-while True:
-    try:
-        while True:
-            pass
-    except BaseException:
-        pass
-"""
 
 BOMB = """
 import torch
@@ -171,20 +135,6 @@ def test_a_block_calls_modules_and_reads_their_weights(served: HostedModel) -> N
     assert saves["name"] == "Layer()"
 
 
-def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
-    impatient = HostedModel(step_s=4.0, pool=served.pool)
-    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "counts": COUNTS, "reads": READS, "later": LATER})
-    for name, lines in (("loops", (4,)), ("stuck", range(4, 10)), ("counts", (4,))):
-        finish = found[name].finish
-        assert finish is not None
-        assert finish.error is not None
-        assert finish.error.type == "BlockTimeout"
-        assert finish.error.line in lines
-        assert finish.error.filename == "mine.py"
-    # They have used up the time of the step in which "later" is waited for.
-    assert [len(found[name].saves["hidden"]) for name in ("reads", "later")] == [3, 3]
-
-
 def test_a_killed_host_is_noticed_in_the_midst_of_a_step(served: HostedModel) -> None:
     served.open("killed", WRITES)
     served.open("reads", READS)
@@ -228,27 +178,6 @@ def test_a_host_that_is_lost_costs_the_traces_of_its_tenant_that_share_it_and_no
     assert len(found.saves["hidden"]) == 3
 
 
-@pytest.mark.parametrize(
-    "location",
-    ["model.model.layers[1].output[0].zero_()", pytest.param("model.model.layers[1].output", marks=pytest.mark.full)],
-)
-def test_blocks_that_loop_use_up_the_time_of_their_host_and_no_neighbour_ends(
-    served: HostedModel, location: str
-) -> None:
-    """Two of them take no longer than one, so that the host with their neighbour stays."""
-    impatient = HostedModel(step_s=4.0, pool=served.pool)
-    loops = f"{location}\nfor number in range(10**12):\n    number + 1\n"
-    read = "h = model.model.layers[2].output[0]" + ("\n" if location.endswith("output") else "\nh[:] = 1\n")
-    found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)
-    hosts = {one.finish.error.type for one in found.values() if one.finish is not None and one.finish.error is not None}
-    assert hosts == {"BlockTimeout"}
-    errors = [one.finish.error for one in found.values() if one.finish is not None]
-    assert [error is not None and error.line in (2, 3) for error in errors] == [True, True, False]
-    assert errors[1] is not None
-    assert "share a process" in errors[1].message
-    assert found["calm"].saves["x"].shape == (2, 4)
-
-
 def test_a_trace_that_rejoins_the_batch_is_waited_for(served: HostedModel) -> None:
     """Although the last reply of its host was of a step without it."""
     for name in ("stays", "leaves"):
@@ -274,30 +203,6 @@ def test_a_memory_bomb_is_its_own_blocks_error(served: HostedModel, source: str,
     assert "can't allocate memory" in finish.error.message
     assert (finish.error.type, finish.error.line) == ("RuntimeError", line)
     assert len(found["reads"].saves["hidden"]) == 3
-
-
-def test_a_step_whose_rows_take_more_than_is_shared_has_several_turns(
-    served: HostedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a long prompt does whose block reads every layer, and a cache beside a block that waits."""
-    monkeypatch.setattr(shared_rows, "_TURN", 64 * 40)
-    every = "seen = [].save()\nfor step in tracer.iter[:]:\n"
-    every += "    seen.append([layer.output[0].clone() for layer in model.model.layers])\n"
-    caches = "cache = tracer.cache(modules=list(model.model.layers)).save()\nfor step in tracer.iter[:]:\n"
-    caches += "    model.logits[:, 3] = 9.0\n"
-    served.open("every", every)
-    served.open("caches", caches)
-    for index in range(3):
-        served.step({"every": 100 if not index else 1, "caches": 100 if not index else 1}, index)
-    for name in ("every", "caches"):
-        served.finish(name, 3)
-    served.wait("every", "caches")
-    for name in ("every", "caches"):
-        finish = served.outcomes[name].finish
-        assert finish is not None
-        assert finish.error is None
-    seen = served.outcomes["every"].saves["seen"]
-    assert [[rows.shape for rows in step] for step in seen] == [[(100, 4)] * 3, [(1, 4)] * 3, [(1, 4)] * 3]
 
 
 def test_samples_that_are_no_token_ids_do_not_reach_the_model(served: HostedModel) -> None:

@@ -1,0 +1,260 @@
+"""What an earlier pipeline stage does for blocks in hosts, which belong to the last stage (`stage_rows.py`)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
+from tracewire_engine.link.thread_names import name_thread
+from tracewire_engine.worker.parallel.rank_sockets import RankSockets
+
+from .accounts import Accounts
+from .answers import ModelAnswers
+from .left_values import Left, merged
+from .rank_link import Called, Edit, Served, StepBegan, StepWatch
+from .rows import SharedRows, StepRows
+from .stage_rows import (
+    HostedRequests,
+    Names,
+    Pieces,
+    StageAnswer,
+    StageBegan,
+    StageMessage,
+    StagePart,
+    StageReached,
+    packed,
+    packed_whole,
+)
+
+__all__ = ["ForwardedBlocks"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_encode = msgspec.msgpack.Encoder().encode
+_message: msgspec.msgpack.Decoder[StepBegan | Served | Called] = msgspec.msgpack.Decoder(StepBegan | Served | Called)
+_generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
+
+_Answer = TypeVar("_Answer", StepBegan, Served)
+
+
+class ForwardedBlocks:
+    """Takes the place of `HostedBlocks` on the earlier stages: sends what blocks ask for here to the last stage.
+
+    Args:
+        model: nnsight's model.
+        accounts: of blocks.
+        group: of the stages.
+        address: of the link to the adapter.
+        ranks: the tensor-parallel ranks of this stage, of which the first sends.
+    """
+
+    def __init__(self, model: Any, accounts: Accounts, group: Any, address: str, ranks: Any) -> None:
+        #: Calls modules for blocks.
+        self.answers = ModelAnswers(model)
+        self._accounts, self._stage, self._sends = accounts, group.rank_in_group, ranks.rank_in_group == 0
+        self._requests = HostedRequests(ranks.world_size)
+        self._by_request: dict[str, str] = {}
+        #: Where blocks may read in the step, if all of them only read; otherwise where hosts want something.
+        self._reads: frozenset[str] = frozenset()
+        self._watch: StepWatch | None = None
+        #: The rows of requests with blocks; `None` outside of a step with any.
+        self._rows: StepRows | None = None
+        self._names = Names()
+        self._passed: array[int] = array("H")
+        self._reached: list[StageReached] = []
+        self._pieces = Pieces()
+        self._failures: dict[str, Failure] = {}
+        sockets = RankSockets(group, address, "stages")
+        self._pull, self._send = sockets.pull, _Sender(sockets.push[-1])
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        """Return at once: the last stage has the hosts."""
+
+    def open(
+        self,
+        request_id: str,
+        request: Any,
+        arguments: dict[str, Any],
+        trace: tuple[str, int, str | None],
+        reserved: Iterable[str],
+    ) -> None:
+        """Take a new request with blocks, as `HostedBlocks.open` does.
+
+        Raises:
+            MayWrite: as there.
+        """
+        self._by_request[request_id] = request.engine_id
+        self._requests.add(request_id, self._accounts.of(arguments))
+
+    def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
+        """Forget a request that the scheduler has ended. Returns whether it had blocks."""
+        self._requests.discard(request_id)
+        return self._by_request.pop(request_id, None) is not None
+
+    def steer(self, encoded: bytes) -> None:
+        """Do nothing: the last stage tells its hosts."""
+
+    def take_result(self, generated: bytes) -> bool:
+        """Return whether the adapter's message is about a request with blocks, which the last stage tells its host."""
+        return _generated.decode(generated)[0] in self._by_request.values()
+
+    def fail(self, request_id: str, failure: Failure) -> bool:
+        """Return whether a request has blocks. The last stage ends it."""
+        return request_id in self._by_request
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether blocks take part in the step."""
+        return self._rows is not None
+
+    def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: Sequence[str]) -> bool:
+        """Begin a step, as `HostedBlocks.begin_for` does. Returns whether blocks take part in it."""
+        self._rows = self._requests.rows_of(scheduled, order)
+        self._reads, self._watch = frozenset(), None
+        if self._rows is None:
+            return False
+        if not self._requests.wait_in(scheduled):
+            self._reads = self._requests.reads_in(scheduled)
+            return True
+        requests = []
+        for request_id in order:
+            if (count := scheduled.get(request_id)) is not None:
+                state = states.get(request_id)
+                index = 0 if state is None else state.num_computed_tokens + count - state.num_prompt_tokens
+                requests.append((request_id, count, index))
+        self._tell(StageBegan(self._stage, requests), Pieces())
+        self._watch = self._told(StepBegan)[0].watch or StepWatch()
+        return True
+
+    def pass_by(self, locations: Collection[str]) -> bool:
+        """Count these locations as passed, if no block wants anything there. Returns whether none does."""
+        if self._rows is None:
+            return True
+        watched: Collection[str] | StepWatch = self._reads if self._watch is None else self._watch
+        if any(location in watched for location in locations):
+            return False
+        self._passed.extend(map(self._names.place, locations))
+        return True
+
+    def wants(self, location: str) -> bool:
+        """Whether the last stage is sent the value at a location when the model passes it the next time."""
+        return location in self._reads if self._watch is None else self._watch.due(location)
+
+    def reach(self, location: str, value: Any, *, by_request: bool = False) -> Any:
+        """Serve a location to the blocks of the last stage's hosts. Returns the value as they leave it."""
+        place = self._names.place(location)
+        watch, rows = self._watch, self._rows
+        observed = location in (self._reads if watch is None else watch.observed)
+        waits = watch is not None and watch.passes(location)
+        if rows is None or not (observed or waits):
+            self._passed.append(place)
+            return value
+        pieces = self._pieces if watch is None else Pieces()
+        before, self._passed = self._passed.tobytes(), array("H")
+        reached = StageReached(self._stage, [], place, before, packed(value, rows, pieces), waits)
+        if watch is None:
+            self._reached.append(reached)
+            return value
+        reached.names, reached.failures = self._names.take(), self._take_failures()
+        self._tell(reached, pieces)
+        return self._served(value) if waits else value
+
+    def _served(self, value: Any) -> Any:
+        served, data = self._told(Served)
+        self._watch = served.watch or self._watch
+        left = []
+        for edit in served.edits:
+            shared = SharedRows(value, StepRows(*edit.rows), None, by_request=False)
+            left.append(Left(edit, shared, edit.reply, data))
+        return merged(value, left, self._broken)
+
+    def _broken(self, edit: Edit, error: Exception) -> None:
+        if not isinstance(error, SharedValueError):
+            logger.warning("rows that blocks have left cannot be put into the model's value: %s", error)
+        failure = Failure(type=type(error).__name__, message=str(error), field="block")
+        self._failures |= dict.fromkeys(edit.requests, failure)
+
+    def _take_failures(self) -> dict[str, Failure]:
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def end(self) -> None:
+        """End this stage's part of the step: tell the last stage."""
+        if self._rows is None:
+            return
+        self._rows, self._watch, self._reads = None, None, frozenset()
+        reached, self._reached = self._reached, []
+        pieces, self._pieces = self._pieces, Pieces()
+        passed, self._passed = self._passed.tobytes(), array("H")
+        self._tell(StagePart(self._stage, self._names.take(), reached, passed, self._take_failures()), pieces)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, message: StageMessage, pieces: Pieces) -> None:
+        if self._sends:
+            self._send(_encode(message), pieces, later=isinstance(message, StagePart))
+
+    def _told(self, kind: type[_Answer]) -> tuple[_Answer, RowBytes]:
+        """The last stage's next message of a kind, behind the calls that it asks for.
+
+        If the last stage ends, vLLM ends this one.
+        """
+        while True:
+            head, *data = self._pull.recv_multipart(copy=True)
+            message = _message.decode(head)
+            given = bytearray(data[0]) if data else bytearray()
+            rows = RowBytes(torch.frombuffer(given, dtype=torch.uint8) if given else torch.empty(0, dtype=torch.uint8))
+            if isinstance(message, kind):
+                return message, rows
+            if not isinstance(message, Called):
+                raise RuntimeError(f"the last stage says {message!r:.200} where {kind.__name__} was expected")
+            self._call(message, rows)
+
+    def _call(self, called: Called, rows: RowBytes) -> None:
+        """Call a module for a block, and answer."""
+        answer, pieces = StageAnswer(self._stage), Pieces()
+        try:
+            answer.value = packed_whole(self.answers.checked_call(called.path, called.value, rows), pieces)
+        except Exception as error:
+            answer, pieces = StageAnswer(self._stage, error=(type(error).__name__, str(error)[:10_000])), Pieces()
+        self._tell(answer, pieces)
+
+
+class _Sender:
+    """Sends messages in their order, from a thread of its own while copies from a GPU must be waited for."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._waiting: queue.SimpleQueue[tuple[bytes, Pieces]] = queue.SimpleQueue()
+        self._threaded = False
+
+    def __call__(self, head: bytes, pieces: Pieces, *, later: bool) -> None:
+        if not self._threaded and not (later and pieces.late):
+            self._socket.send_multipart([head, pieces.bytes()])
+            return
+        if not self._threaded:
+            self._threaded = True
+            threading.Thread(target=self._run, name="tracewire stages", daemon=True).start()
+        self._waiting.put((head, pieces))
+
+    def _run(self) -> None:
+        name_thread("stages")
+        while True:
+            head, pieces = self._waiting.get()
+            self._socket.send_multipart([head, pieces.bytes()])

@@ -1,0 +1,192 @@
+"""What the worker tells the hosts of blocks within a step, and how long the model waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.host_channel import ChannelClosed, wait_for
+from tracewire_engine.link.shared_rows import CopiedRows
+from tracewire_engine.protocol.block_host import Reply, Request
+
+from .answers import ModelAnswers
+from .host import BlockHost
+from .late_copies import LateCopies
+from .rank_link import Edit, edit_of
+from .report_thread import ReportThread, lost, too_slow
+from .rows import NoRoom
+
+__all__ = ["HostTurns"]
+
+logger = logging.getLogger("vllm.tracewire")
+
+_WAITED = "within one step, while every request waited for it"
+
+#: The share of a step's time that each host has, whatever the others take.
+_SHARE = 0.5
+
+_encode = msgspec.msgpack.Encoder().encode
+_said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
+
+
+class HostTurns:
+    """The turns of all hosts in a step.
+
+    Args:
+        model: nnsight's model, of which blocks may call modules and read attributes.
+        reports: passes on what hosts report.
+        step_s: how long the model waits for all blocks of a step, in seconds.
+    """
+
+    def __init__(self, model: Any, reports: ReportThread, step_s: float) -> None:
+        #: Answers what hosts ask for.
+        self.answers = ModelAnswers(model)
+        self._reports, self._step_s, self._left_s = reports, step_s, 0.0
+        #: The locations that the model has passed in the step, by their numbers.
+        self.passed: array[int] = array("H")
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def begin_step(self) -> None:
+        """Begin a step: the model has passed nothing, and waited for nothing."""
+        self._left_s = self._step_s
+        self.passed = array("H")
+
+    def number(self, location: str) -> int:
+        """The number of a location in messages to hosts."""
+        number = self._numbers.get(location)
+        if number is None:
+            number = self._numbers[location] = len(self._names)
+            self._names.append(location)
+        return number
+
+    def share_with(
+        self, hosts: Iterable[BlockHost], location: str, value: Any, copies: LateCopies | None, by_request: bool
+    ) -> list[BlockHost]:
+        """Share a value with the hosts that want something at a location. Returns those for which the model waits."""
+        waiting = []
+        for host in hosts:
+            waits = host.passes(location)
+            if waits or location in host.observed:
+                self._share(host, location, value, copies, by_request=by_request)
+            if waits and host.failure is None:
+                waiting.append(host)
+        return waiting
+
+    def _share(
+        self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
+    ) -> None:
+        began = time.monotonic()
+        while host.failure is None:
+            try:
+                host.reach(location, value, self.passed, by_request=by_request, copies=copies)
+                return
+            except NoRoom:
+                if host.untold:  # the rows of this step take more than is shared
+                    self.send(host)
+                    continue
+                left = self._patience_s(host) - (time.monotonic() - began)
+                if left <= 0:
+                    self.fail(host, too_slow(host, self._step_s, _WAITED))
+                else:
+                    with self._reports.returned:
+                        self._reports.returned.wait(min(left, 0.05))
+            except Exception as error:  # it costs the host, not the engine
+                why = f"{location} cannot be shared: {type(error).__name__}: {error}"
+                self.fail(host, lost(why, len(host.traces)))
+        spent = time.monotonic() - began
+        self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
+
+    def send(self, host: BlockHost, *, waits: bool = False) -> bool:
+        """Send a host what it has not been told, and whether the model waits for its reply.
+
+        Returns:
+            Whether the host is there.
+        """
+        if waits:
+            self._reports.wait_for(host)
+        try:
+            later = host.send(self._names, waits=waits)
+        except ChannelClosed:
+            self.fail(host, lost("", len(host.traces)))
+            return False
+        if later is not None:
+            self._reports.send_later(host, later)
+        return True
+
+    def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
+        """Send these hosts what they have not been told, and wait for their replies."""
+        waiting = [host for host in hosts if self.send(host, waits=True)]
+        began = time.monotonic()
+        replies = {}
+        while waiting:
+            left = min(self._patience_s(host) for host in waiting)
+            ready = wait_for([host.calls for host in waiting], left - time.monotonic() + began)
+            passed = time.monotonic() - began
+            for host in list(waiting):
+                try:
+                    reply = self._reply(host) if host.calls in ready else None
+                except ChannelClosed:
+                    self.fail(host, lost("", len(host.traces)))
+                except Exception as error:  # it costs the host, not the engine
+                    self.fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
+                else:
+                    if reply is not None:
+                        replies[host] = reply
+                    elif passed >= self._patience_s(host):
+                        self.fail(host, too_slow(host, self._step_s, _WAITED))
+                    else:
+                        continue
+                waiting.remove(host)
+                host.used_s += passed
+        self._left_s -= time.monotonic() - began
+        return [(host, replies[host]) for host in hosts if host in replies and host.failure is None]
+
+    def _patience_s(self, host: BlockHost) -> float:
+        """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
+        return max(self._left_s, _SHARE * self._step_s - host.used_s)
+
+    def _reply(self, host: BlockHost) -> Reply | None:
+        """Take what a host has said. Returns its reply, if it has come."""
+        for message in host.calls.arrived():
+            said = _said.decode(message)
+            if isinstance(said, Reply):
+                host.took(host.turns, host.process.given.taken)
+                if host.reads is None:
+                    host.take(said)
+                return said
+            host.calls.send(_encode(self.answers.answer(host.process, said)))
+        return None
+
+    def fail(self, host: BlockHost, failure: Failure) -> None:
+        """End a host that is gone, or of no use any more."""
+        if host.fail(failure):
+            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
+        host.process.kill()
+        self._reports.lose(host)
+
+    def copied(
+        self, replies: list[tuple[BlockHost, Reply]]
+    ) -> tuple[list[tuple[BlockHost, Reply]], list[Edit], torch.Tensor]:
+        """What hosts leave at a location, in copies: their replies, the edits, and the bytes of the tensors of both."""
+        copies, left, edits = CopiedRows(), [], []
+        for host, reply in replies:
+            try:
+                assert host.rows is not None
+                if reply.edited or reply.replaced is not None:
+                    edits.append(edit_of(host.present, host.rows, reply, host.process.returned, copies))
+                    left.append((host, edits[-1].reply))
+            except Exception as error:  # it costs the host, not the engine
+                self.misfit(host, error)
+        return left, edits, copies.bytes()
+
+    def misfit(self, host: BlockHost, error: Exception) -> None:
+        """End a host that leaves what cannot be put into the model's value, such as rows that do not fit."""
+        self.fail(host, lost(str(error), len(host.traces)))

@@ -1,0 +1,151 @@
+"""The first of two stages does for the hosts of the last one what one stage would do: all comes to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.hosted_model import HostedModel
+from tests.support.hosted_stages import HostedStages, stages
+from tests.unit.tracewire_engine.worker.block_host.test_equal_to_inline import BLOCKS, ended, plain, run
+from tracewire_bus.wire.messages import Block
+from tracewire_engine.protocol.block_host import Reply, Shape
+from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.block_host.rank_link import Edit, Served, StepWatch
+from tracewire_engine.worker.block_host.rows import StepSpans
+from tracewire_engine.worker.block_host.stage_rows import MayWrite
+
+EACH = "for step in tracer.iter[:]:\n    "
+READS = {
+    "both": "seen = [].save()\n"
+    + EACH
+    + "seen.append(model.model.layers[0].output[0] + model.model.layers[2].output[1])\n",
+    "early": "seen = [].save()\n" + EACH + "seen.append(model.model.layers[1].input.sum())\n",
+    "late": "seen = [].save()\n" + EACH + "seen.append(model.logits.clone())\n",
+}
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[HostedStages]:
+    both = HostedStages()
+    yield both
+    both.close()
+
+
+@pytest.mark.parametrize("chosen", [BLOCKS, READS], ids=["all", "reads"])
+def test_two_stages_come_to_what_one_comes_to(chosen: dict[str, Any], both: HostedStages) -> None:
+    """In one batch; reads, edits of all kinds, skips, errors and ends."""
+    blocks = {name.replace(" ", "."): source for name, source in chosen.items()}
+    alone = HostedModel()
+    expected, drawn = run(alone, blocks)
+    alone.close()
+    found, sampled = both.run(blocks)
+    assert sampled == drawn
+    for name in blocks:
+        assert (name, ended(found[name])) == (name, ended(expected[name]))
+        assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
+    assert not len(both.first.hosts)
+
+
+def test_no_stage_waits_for_blocks_that_only_read(both: HostedStages) -> None:
+    """The first stage runs all steps before the last one begins."""
+    for name, block in READS.items():
+        both.open(name, block)
+    steps = [dict.fromkeys(READS, 2), {"both": 1}, {"plain": 3}, {"plain": 1, "early": 1, "late": 1}]
+    for index, tokens in enumerate(steps):
+        both.first.step(tokens, index)
+    for index, tokens in enumerate(steps):
+        both.last.step(tokens, index)
+    for name in READS:
+        both.first.finish(name, 3)
+        both.last.finish(name, 3)
+    both.last.wait(*READS)
+    assert [len(both.last.outcomes[name].saves["seen"]) for name in READS] == [2, 2, 2]
+
+
+def test_a_stage_calls_its_modules_while_it_waits(both: HostedStages) -> None:
+    calls = (
+        "kept = [].save()\n"
+        + EACH
+        + "x = model.model.layers[1].input\n    kept.append(model.model.layers[0](x).clone())\n"
+    )
+    fails = EACH + "x = model.model.layers[1].input\n    kept = model.model.layers[0](x[:, :2]).clone().save()\n"
+    late = EACH + "x = model.logits\n    kept = model.model.layers[0](x[:, :4]).clone().save()\n"
+    weights = EACH + "x = model.model.layers[1].input\n    x[:] = model.model.layers[0].weight[0]\n"
+    blocks = {"calls": calls, "fails": fails, "late": late, "weights": weights, "writes": BLOCKS["writes"]}
+    alone = HostedModel()
+    # A request's rows depend on its place in the batch.
+    expected = run(alone, blocks)[0]
+    alone.close()
+    found, _ = both.run(blocks)
+    for name in ("calls", "fails", "writes"):
+        assert (name, ended(found[name])) == (name, ended(expected[name]))
+    assert plain(found["calls"].saves) == plain(expected["calls"].saves)
+    for name in ("late", "weights"):
+        finish = found[name].finish
+        assert finish is not None
+        assert finish.error is not None
+        assert (finish.error.type, finish.error.line) == ("RuntimeError", 3)
+        assert "layers.0 is on pipeline stage 0: a block in a process of its own" in finish.error.message
+
+
+def test_a_host_that_dies_at_an_early_location_ends_its_trace_alone(both: HostedStages) -> None:
+    dies = (
+        EACH + "model.model.layers[0].output[0][:] *= 2.0\n    if step == 1:\n        import os\n        os._exit(1)\n"
+    )
+    blocks = {"dies": dies, "writes": EACH + "model.model.layers[1].output[0][:] *= 3.0\n", **READS}
+    found, drawn = both.run(blocks)
+    finish = found["dies"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert finish.error.type == "BlockHostLost"
+    alone = HostedModel()
+    for name in ("writes", *READS):
+        assert ended(found[name])[0] == ended(run(alone, {name: blocks[name]})[0][name])[0]
+    alone.close()
+    assert len(drawn) == 4
+
+
+def test_where_a_stage_has_several_ranks_both_stages_refuse_what_may_write() -> None:
+    forwarded, earlier = stages(ranks=2)
+    for source, refused in ((EACH + "model.logits[:] = 0\n", True), (READS["both"], False)):
+        block = Block(name="block", source=source, filename="mine.py", first_line=1)
+        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
+        account = forwarded._accounts.of(arguments)
+        request = SimpleNamespace(engine_id="a", index=0)
+        if not refused:
+            forwarded.open("a", request, arguments, ("a", 1, ""), [])
+            earlier.open("a", account)
+            continue
+        with pytest.raises(MayWrite, match="--tensor-parallel-size, blocks may only read"):
+            forwarded.open("a", request, arguments, ("a", 1, ""), [])
+        with pytest.raises(MayWrite, match="--blocks inline"):
+            earlier.open("a", account)
+
+
+def test_rows_that_cannot_be_put_in_are_told_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarded, earlier = stages()
+    block = Block(name="block", source=EACH + "model.model.layers[0].output[0][:] = 0\n", filename="a", first_line=1)
+    arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
+    forwarded.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
+    earlier.open("a", forwarded._accounts.of(arguments))
+    location = "model.model.layers.0.output"
+    # The last stage's answers, which it sends without waiting.
+    earlier.waiting = 0
+    earlier.tell_began(StepWatch({location: 0}))
+    edit = Edit(["a"], StepSpans([(0, 1)], [0], 1, 1), Reply(edited=[(7, Shape("float32", (1, 4), 0))]))
+    earlier.serve(Served([edit], StepWatch()), torch.zeros(16, dtype=torch.uint8))
+    assert forwarded.begin_for({"a": SimpleNamespace(num_computed_tokens=3, num_prompt_tokens=2)}, {"a": 1}, ["a"])
+    assert earlier.began() == [("a", 1, 2)]
+    value = torch.ones(1, 4)
+    assert forwarded.reach(location, (value, value))[0] is value
+    forwarded.end()
+    earlier.begin({"a": 1}, ["a"])
+    reached, last = earlier.take()
+    assert (reached.location, reached.waits, reached.failures) == (location, True, {})
+    assert [(name, one.message) for name, one in last.failures.items()] == [("a", "the value has no tensor 7")]

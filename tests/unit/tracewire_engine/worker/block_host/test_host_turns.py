@@ -1,0 +1,118 @@
+"""How long the model waits for hosts in a step, and what it tells them when their rows take more than is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.hosted_model import HostedModel
+from tracewire_engine.link import shared_rows
+
+READS = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    hidden.append(model.model.layers[1].output[0].clone())
+"""
+
+LATER = """
+hidden = [].save()
+for step in tracer.iter[:]:
+    last = model.model.layers[2].output[0]
+    last[:] = 1
+    hidden.append(last.clone())
+"""
+
+#: Python can interrupt this one.
+LOOPS = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+while True:
+    pass
+"""
+
+#: And not this one.
+#: C code, which lets no handler of Python's run.
+COUNTS = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+sum(range(10**12))
+"""
+
+STUCK = """
+h = model.model.layers[1].output[0]
+h[:] = 0
+while True:
+    try:
+        while True:
+            pass
+    except BaseException:
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[HostedModel]:
+    model = HostedModel()
+    yield model
+    assert not len(model.hosts)
+    model.close()
+
+
+def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
+    impatient = HostedModel(step_s=4.0, pool=served.pool)
+    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "counts": COUNTS, "reads": READS, "later": LATER})
+    for name, lines in (("loops", (4,)), ("stuck", range(4, 10)), ("counts", (4,))):
+        finish = found[name].finish
+        assert finish is not None
+        assert finish.error is not None
+        assert finish.error.type == "BlockTimeout"
+        assert finish.error.line in lines
+        assert finish.error.filename == "mine.py"
+    # They have used up the time of the step in which "later" is waited for.
+    assert [len(found[name].saves["hidden"]) for name in ("reads", "later")] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["model.model.layers[1].output[0].zero_()", pytest.param("model.model.layers[1].output", marks=pytest.mark.full)],
+)
+def test_blocks_that_loop_use_up_the_time_of_their_host_and_no_neighbour_ends(
+    served: HostedModel, location: str
+) -> None:
+    """Two of them take no longer than one, so that the host with their neighbour stays."""
+    impatient = HostedModel(step_s=4.0, pool=served.pool)
+    loops = f"{location}\nfor number in range(10**12):\n    number + 1\n"
+    read = "h = model.model.layers[2].output[0]" + ("\n" if location.endswith("output") else "\nh[:] = 1\n")
+    found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)
+    hosts = {one.finish.error.type for one in found.values() if one.finish is not None and one.finish.error is not None}
+    assert hosts == {"BlockTimeout"}
+    errors = [one.finish.error for one in found.values() if one.finish is not None]
+    assert [error is not None and error.line in (2, 3) for error in errors] == [True, True, False]
+    assert errors[1] is not None
+    assert "share a process" in errors[1].message
+    assert found["calm"].saves["x"].shape == (2, 4)
+
+
+def test_a_step_whose_rows_take_more_than_is_shared_has_several_turns(
+    served: HostedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a long prompt does whose block reads every layer, and a cache beside a block that waits."""
+    monkeypatch.setattr(shared_rows, "_TURN", 64 * 40)
+    every = "seen = [].save()\nfor step in tracer.iter[:]:\n"
+    every += "    seen.append([layer.output[0].clone() for layer in model.model.layers])\n"
+    caches = "cache = tracer.cache(modules=list(model.model.layers)).save()\nfor step in tracer.iter[:]:\n"
+    caches += "    model.logits[:, 3] = 9.0\n"
+    served.open("every", every)
+    served.open("caches", caches)
+    for index in range(3):
+        served.step({"every": 100 if not index else 1, "caches": 100 if not index else 1}, index)
+    for name in ("every", "caches"):
+        served.finish(name, 3)
+    served.wait("every", "caches")
+    for name in ("every", "caches"):
+        finish = served.outcomes[name].finish
+        assert finish is not None
+        assert finish.error is None
+    seen = served.outcomes["every"].saves["seen"]
+    assert [[rows.shape for rows in step] for step in seen] == [[(100, 4)] * 3, [(1, 4)] * 3, [(1, 4)] * 3]
