@@ -15,7 +15,7 @@ import pytest
 import tracewire
 from tests.support.blocks import parallel as blocks
 from tests.support.parallel.layouts import Served, served
-from tests.support.parallel.scenarios import PROMPT, SCENARIOS, outcome, same
+from tests.support.parallel.scenarios import GREEDY, PROMPT, SCENARIOS, outcome, same
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -127,3 +127,61 @@ async def test_a_module_of_another_stage_is_not_called(hosted: Served) -> None:
         came_to = await outcome(client, await client.models.get("demo", timeout=60), calls_early)
     assert came_to["status"] == "failed"
     assert "model.layers.0.mlp is on pipeline stage 0" in came_to["error"][1]
+
+
+# --- four workers: the last tests -------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "two by two": ("--pipeline-parallel-size", "2", "--tensor-parallel-size", "2"),
+    "four stages": ("--pipeline-parallel-size", "4"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+async def workers(
+    starts_engine: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
+    """An engine of four workers whose blocks run in hosts."""
+    options = (*LAYOUTS[request.param], "--blocks", "host")
+    async with served(tmp_path_factory.mktemp("workers"), *options, cores="0|1|0|1") as engine:
+        yield engine
+
+
+@pytest.fixture
+def stages(request: pytest.FixtureRequest) -> str:
+    """The layout of these workers."""
+    return str(request.node.callspec.params["workers"])
+
+
+@pytest.mark.parametrize(
+    "name", ["all layers", "logits and samples", "both stages in one expression", "the prompt only"]
+)
+async def test_four_workers_read_as_two_do_inline(name: str, workers: Served, inline: Served) -> None:
+    block, options = READS[name]
+    found = []
+    for engine in (workers, inline):
+        async with engine.client() as client:
+            model = await client.models.get("demo", timeout=300)
+            found.append(await outcome(client, model, block, **{**options, "max_tokens": 5}))
+    # Ranks sum bfloat16 in another order.
+    assert not same(found[1], found[0], tolerance=0.05)
+
+
+async def test_what_may_write_runs_on_four_stages_and_not_on_stages_of_several_ranks(
+    stages: str, workers: Served, inline: Served
+) -> None:
+    block = blocks.carried(amount=0.125)
+    async with workers.client() as client:
+        model = await client.models.get("demo", timeout=300)
+        async with client.trace(model, PROMPT, blocks.arithmetic, **GREEDY, max_tokens=60) as beside:
+            await anext(aiter(beside))
+            came_to = await outcome(client, model, block)
+            assert (await beside.result()).status == "finished"
+    if stages == "four stages":
+        async with inline.client() as client:
+            theirs = await outcome(client, await client.models.get("demo", timeout=60), block)
+        assert not same(theirs, came_to, tolerance=0.02)
+        return
+    assert (came_to["status"], came_to["error"][0]) == ("failed", "MayWrite")
+    assert "--tensor-parallel-size, blocks may only read" in came_to["error"][1]
+    assert "--blocks inline" in came_to["error"][1]
