@@ -2,7 +2,8 @@
 
 Everything follows from a token's index and the live parameter `alpha`: `projection` is a wave about `alpha`, `lens`
 what each layer would say next, `norm` a number for each layer. Words are of prose below an `alpha` of 4, and of code
-from 4 on. A trace whose prompt begins with `<` says markup.
+from 4 on. A trace whose prompt begins with `<` says markup. One whose prompt begins with `@` has the prompt's words as
+its tokens, and a pattern of two heads, `attends`: one looks at the prompt's first token, and one at the last token.
 
 `python -m tests.support.shown_engine --url URL --rate 20` serves as a process of its own until SIGTERM.
 """
@@ -31,7 +32,7 @@ from tracewire_engine.adapter.engine_api import Choice, Prepared
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.protocol.messages import Changes, FinishRecord, StepRecord
 
-__all__ = ["HOSTILE", "LAYERS", "ShownEngine", "projection_at", "token_at"]
+__all__ = ["HOSTILE", "LAYERS", "ShownEngine", "projection_at", "token_at", "words_of"]
 
 LAYERS = 6
 #: What a hostile trace says.
@@ -79,6 +80,8 @@ class _Shown(_Request):
             "norm": _array("float32", norms),
             "lens": self._lens(index, text),
         }
+        if self.prompt.startswith("@"):
+            saves["attends"] = _attends(len(words_of(self.prompt)) + index - 1)
         deltas = [
             Append(path=(name,), items=[value]) if index else Set(path=(name,), value=[value])
             for name, value in saves.items()
@@ -102,6 +105,18 @@ class _Shown(_Request):
     def finish(self) -> FinishRecord:
         """Its end: no digest is sent, and none compared."""
         return FinishRecord(self.name, 0, msgspec.Raw(msgspec.msgpack.encode([])), [], steps=self.index)
+
+
+def words_of(prompt: str) -> list[str]:
+    """The tokens of a prompt that begins with `@`."""
+    return [f" {word}" for word in prompt.split()]
+
+
+def _attends(query: int) -> dict[str, Any]:
+    """How two heads spread over the positions up to that of the query."""
+    weights = [0.9, 0.1, 0.75, 0.0] if query else [1.0, 0.0, 1.0, 0.0]
+    positions = [0, query or -1, query, -1]
+    return {"positions": _array("int32", positions, (2, 2)), "weights": _array("float32", weights, (2, 2))}
 
 
 def _array(dtype: str, values: list[Any], shape: tuple[int, ...] = ()) -> Any:
@@ -131,6 +146,10 @@ class ShownEngine(ScriptedEngine):
     async def prepare(self, submission: Submission, index: int, *rest: Any, **more: Any) -> Prepared:
         """As the base does."""
         prepared = await super().prepare(submission, index, *rest, **more)
+        if (prompt := submission.invokes[index].prompt or "").startswith("@"):
+            prepared.token_strings = words_of(prompt)
+            prepared.token_ids = [*range(len(prepared.token_strings))]
+            prepared.prompt_tokens = len(prepared.token_ids)
         _, _, _, run, *_ = prepared.params
         value = unpack_live(submission.live).get("alpha")
         self._alpha.setdefault(run, 0.0 if value is None else float(value.value))

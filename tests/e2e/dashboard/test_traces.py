@@ -236,6 +236,33 @@ async def test_the_heat_map_and_the_values_of_a_picked_token(stand: Stand, serve
         await expect(row.locator("td")).to_have_text(f"{projection_at(4, 0.0):.4g}")
 
 
+async def test_what_heads_attend_to_is_a_heat_map(stand: Stand, served: Served, opened: Opened) -> None:
+    prompt = "@ prompt of four"
+    await stand.trace("mine", 10, prompt)
+    stand.steps.let(10)
+    async with opened(f"{served.url}/dashboard/#/trace/mine") as page:
+        await count(page, 10)
+        await page.get_by_role("combobox", name="Heat map").select_option("attends")
+        heat = page.get_by_role("region", name="Heat map of heads by tokens")
+        await expect(heat.locator("canvas")).to_have_attribute("aria-label", "Heat map of attends: 2 rows by 10 tokens")
+        await heat.focus()
+        read = page.locator(".heat .read")
+        # The last head looks at the last token: the one before the token that is sampled.
+        await page.keyboard.press("ArrowLeft")
+        last = token_at(prompt, 8, 0.0)
+        await expect(read).to_have_text(f'attends, row 1, token 9: "{last}" at position 12 0.75')
+        await page.keyboard.press("ArrowDown")
+        await expect(read).to_have_text('attends, row 0, token 9: " @" at position 0 0.9')
+        for _ in range(9):
+            await page.keyboard.press("ArrowLeft")
+        await page.keyboard.press("ArrowUp")
+        await expect(read).to_have_text('attends, row 1, token 0: " four" at position 3 0.75')
+        await expect(page.locator(".heat .sampled")).to_be_hidden()
+        await page.locator("summary").click()
+        row = page.get_by_role("row").filter(has_text="attends.0")
+        await expect(row.locator("td")).to_have_text('" @" 0.9   " four" 0.1')
+
+
 async def test_a_hostile_text_stays_text(stand: Stand, served: Served, opened: Opened) -> None:
     await stand.trace("mine", prompt="<")
     stand.steps.let(30)

@@ -10,21 +10,13 @@ export function numberOf(value) {
 
 /** Whether a value is an item of a logit lens. */
 const isLens = (value) => isObject(value) && Array.isArray(value.token_ids) && Array.isArray(value.logits);
+/** Whether a value is an item of an attention pattern: the positions that heads attend to most, and their weights. */
+const isPattern = (value) => isObject(value) && Array.isArray(value.positions) && Array.isArray(value.weights);
 /** How many rows are made of one value at most. */
 const MOST_ROWS = 256;
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 /** Whether a value stands for an array: a reference, or base64. */
 const isArray = (value) => isObject(value) && ("digest" in value || "base64" in value);
-
-/** The best token of a lens at one place, as `{value, id, text}`. */
-export function lensBest(item) {
-  return isLens(item) ? lensTokens(item)[0] : null;
-}
-
-/** All tokens of a lens at one place, best first. */
-export function lensTokens(item) {
-  return item.token_ids.map((id, at) => ({ id, value: item.logits[at], text: item.token_strings?.[at] ?? `#${id}` }));
-}
 
 /**
  * The rows of a value that has a row for each location, such as a layer: numbers, or lenses. Else null.
@@ -36,9 +28,17 @@ function rowsOf(value) {
     const [ids, logits, strings] = [value.token_ids, value.logits, value.token_strings].map(lastRows);
     return ids.map((row, at) => ({ token_ids: row, logits: logits[at], token_strings: strings?.[at] }));
   }
+  if (isPattern(value)) return headsOf(value);
   if (!Array.isArray(value) || value.length < 2 || value.length > MOST_ROWS) return null;
   if (Array.isArray(value[0]) && value[0].length > 1) return rowsOf(value.at(-1));
   return value.every((one) => one === null || numberOf(one) !== undefined || isLens(one)) ? value : null;
+}
+
+/** The rows of a pattern of one layer at one position, one for each head. Else null. */
+function headsOf({ positions, weights }) {
+  while (positions.length === 1 && Array.isArray(positions[0]?.[0])) [[positions], [weights]] = [positions, weights];
+  if (!Array.isArray(positions[0]) || Array.isArray(positions[0][0]) || positions.length > MOST_ROWS) return null;
+  return positions.map((row, at) => ({ positions: row, weights: weights[at] }));
 }
 
 /** Of an array of rank 3, the last part of rank 2. */
@@ -47,10 +47,11 @@ function lastRows(value) {
   return value;
 }
 
-/** The kind of a value: `number`, `lens` or `other`. */
+/** The kind of a value: `number`, `lens`, `pattern` or `other`. */
 function kindOf(value) {
   if (numberOf(value) !== undefined) return "number";
-  return isLens(value) ? "lens" : "other";
+  if (isLens(value)) return "lens";
+  return isPattern(value) ? "pattern" : "other";
 }
 
 /** A saved name's values, by the index of their token. */
@@ -69,9 +70,11 @@ class Column {
 }
 
 export class Choice {
-  constructor(invoke, choice) {
+  /** `accepted()` is the trace's event of that name, or null before it. */
+  constructor(invoke, choice, accepted) {
     this.invoke = invoke;
     this.choice = choice;
+    this.accepted = accepted;
     this.texts = [];
     this.times = [];
     this.columns = new Map();
@@ -109,7 +112,7 @@ export class Choice {
   /** Take saves in that belong to the `count` tokens before `end`. */
   save(delta, count, end) {
     for (const [name, value] of Object.entries(delta)) {
-      if (isObject(value) && !isArray(value) && !isLens(value)) {
+      if (isObject(value) && !isArray(value) && !isLens(value) && !isPattern(value)) {
         const inner = Object.entries(value).map(([key, item]) => [`${name}.${key}`, item]);
         this.save(Object.fromEntries(inner), count, end);
         continue;
@@ -170,11 +173,35 @@ export class Choice {
     return [...this.columns.values()].sort((a, b) => collator.compare(a.name, b.name));
   }
 
+  /** The tokens of an item of a lens, or those that a head attends to, best first: `{value, text, position}`. Else null. */
+  ranked(item) {
+    if (isLens(item)) {
+      return item.token_ids.map((id, at) => ({ value: item.logits[at], text: item.token_strings?.[at] ?? `#${id}` }));
+    }
+    if (!isPattern(item)) return null;
+    // -1 fills the places for which there are too few positions.
+    const there = item.positions.filter((position) => position >= 0);
+    return there.map((position, at) => ({ value: item.weights[at], text: this.textAt(position), position }));
+  }
+
+  /** The first of `ranked`, or null. */
+  best(item) {
+    return this.ranked(item)?.[0] ?? null;
+  }
+
+  /** The token at a position of the prompt and the output together. */
+  textAt(position) {
+    const accepted = this.accepted();
+    const prompt = accepted?.prompt_token_ids?.[this.invoke]?.length ?? 0;
+    const strings = accepted?.prompt_token_strings?.[this.invoke];
+    return (position < prompt ? strings?.[position] : this.texts[position - prompt]) ?? `@${position}`;
+  }
+
   /** What can be drawn as heat maps: lenses, and columns `name.0`, `name.1`, ... together. */
   heats() {
     const found = new Map();
     for (const { name, kind } of this.columns.values()) {
-      if (kind !== "number" && kind !== "lens") continue;
+      if (kind !== "number" && kind !== "lens" && kind !== "pattern") continue;
       const [, family] = /^(.+)\.\d+$/.exec(name) ?? (kind === "lens" ? [name, name] : []);
       if (family === undefined) continue;
       if (!found.has(family)) found.set(family, { name: family, members: [] });
@@ -184,7 +211,7 @@ export class Choice {
     return [...found.values()].sort((a, b) => collator.compare(a.name, b.name));
   }
 
-  /** The numbers and lenses that a heat map has for a token, one for each row. */
+  /** The numbers, lenses and patterns that a heat map has for a token, one for each row. */
   heatColumn(heat, index) {
     return heat.members.map((name) => this.columns.get(name)?.values[index] ?? null);
   }

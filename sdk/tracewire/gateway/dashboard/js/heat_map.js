@@ -1,7 +1,7 @@
 // A heat map of rows, such as layers, by tokens. Its canvas has the size of what is in view; the scroll bar is the page's.
 
 import { Scale, palette } from "./colours.js";
-import { lensBest, numberOf } from "./choice.js";
+import { numberOf } from "./choice.js";
 import { inFrame } from "./frames.js";
 import { el, quoted, setText, shown } from "./dom.js";
 
@@ -51,11 +51,13 @@ export class HeatMap {
     this.scaled = 0;
     this.limit = 0;
     this.epoch = choice?.epoch;
+    /** Whether cells have words: those of a lens, or those that heads attend to. */
+    this.hasWords = false;
     this.isLens = false;
   }
 
   get cell() {
-    return this.isLens ? LENS_WIDTH : NUMBER_WIDTH;
+    return this.hasWords ? LENS_WIDTH : NUMBER_WIDTH;
   }
 
   /** Draw up to and without the token `limit`. */
@@ -75,8 +77,9 @@ export class HeatMap {
 
   take(column) {
     column.forEach((item, row) => {
-      const best = lensBest(item);
-      if (best) this.isLens = true;
+      const best = this.choice.best(item);
+      if (best) this.hasWords = true;
+      if (best && best.position === undefined) this.isLens = true;
       const at = this.byRow ? row : 0;
       (this.scales[at] ??= new Scale()).take(best ? best.value : numberOf(item));
     });
@@ -112,6 +115,8 @@ export class HeatMap {
     for (let row = 0; row < this.rows; row++) ctx.fillText(this.label(row), LABELS - 6, this.top(row) + ROW / 2);
     const scale = this.scales[this.byRow && this.row !== null ? this.row : 0];
     this.legend.hidden = !this.isLens;
+    const rows = this.hasWords && !this.isLens ? "heads" : "layers";
+    this.scroller.setAttribute("aria-label", `Heat map of ${rows} by tokens`);
     const oneKey = scale && (!this.byRow || this.row !== null);
     setText(this.least, oneKey ? shown(scale.low) : "low");
     setText(this.most, oneKey ? shown(scale.high) : "high");
@@ -133,7 +138,7 @@ export class HeatMap {
     const gap = 1;
     for (let row = 0; row < this.rows; row++) {
       const item = column[row] ?? null;
-      const best = lensBest(item);
+      const best = this.choice.best(item);
       const step = this.scales[this.byRow ? row : 0]?.step(best ? best.value : numberOf(item)) ?? null;
       ctx.fillStyle = step === null ? colours.sunken : colours.steps[step];
       ctx.fillRect(x, this.top(row), this.cell - gap, ROW - gap);
@@ -141,7 +146,7 @@ export class HeatMap {
         ctx.fillStyle = colours.text;
         ctx.textAlign = "left";
         ctx.fillText(fitting(best.text), x + 5, this.top(row) + ROW / 2);
-        if (best.text === this.choice.texts[index] && best.text) {
+        if (this.isLens && best.text === this.choice.texts[index] && best.text) {
           // The layer says what was sampled.
           ctx.fillStyle = colours.accent;
           ctx.fillRect(x, this.top(row), 3, ROW - gap);
@@ -153,11 +158,11 @@ export class HeatMap {
       ctx.lineWidth = 1.5;
       ctx.strokeRect(x - 0.5, 0.5, this.cell, this.rows * ROW - 1);
     }
-    if (this.isLens || index % 10 === 0) {
+    if (this.hasWords || index % 10 === 0) {
       ctx.fillStyle = colours.muted;
       ctx.textAlign = "left";
-      const foot = this.isLens ? fitting(this.choice.texts[index] ?? "") : String(index);
-      ctx.fillText(foot, x + (this.isLens ? 5 : 0), this.rows * ROW + FOOT / 2);
+      const foot = this.hasWords ? fitting(this.choice.texts[index] ?? "") : String(index);
+      ctx.fillText(foot, x + (this.hasWords ? 5 : 0), this.rows * ROW + FOOT / 2);
     }
   }
 
@@ -219,8 +224,9 @@ export class HeatMap {
   tell() {
     if (!this.heat || this.picked === null || this.row === null) return setText(this.read, "");
     const item = this.choice.heatColumn(this.heat, this.picked)[this.row] ?? null;
-    const best = lensBest(item);
-    const value = best ? `${quoted(best.text)} ${shown(best.value)}` : shown(numberOf(item) ?? null);
+    const best = this.choice.best(item);
+    const where = best?.position === undefined ? "" : ` at position ${best.position}`;
+    const value = best ? `${quoted(best.text)}${where} ${shown(best.value)}` : shown(numberOf(item) ?? null);
     setText(this.read, `${this.heat.name}, row ${this.label(this.row)}, token ${this.picked}: ${value}`);
   }
 

@@ -1,7 +1,7 @@
 // One trace: its text, plots, heat map, marks and controls. A page has one of them, or several side by side.
 
 import { Scale } from "./colours.js";
-import { lensTokens, numberOf } from "./choice.js";
+import { numberOf } from "./choice.js";
 import { Buttons, LiveParameters } from "./controls.js";
 import { announce, clock, duration, el, newId, quoted, setText, shown } from "./dom.js";
 import { afterDrawing, inFrame, notInFrame, paced, whileInView } from "./frames.js";
@@ -370,8 +370,8 @@ export class TracePanel {
     const text = choice?.texts[index];
     setText(this.values.firstChild, text === undefined ? "Values at the token" : `Values at token ${index}, ${quoted(text)}`);
     if (!this.values.open || text === undefined) return;
-    const rows = Object.entries(this.state.liveAt(this.key, index)).map(([name, value]) => [`live ${name}`, summary(value)]);
-    for (const column of choice.sortedColumns()) rows.push([column.name, summary(column.values[index] ?? null)]);
+    const rows = Object.entries(this.state.liveAt(this.key, index)).map(([name, value]) => [`live ${name}`, summary(value, choice)]);
+    for (const column of choice.sortedColumns()) rows.push([column.name, summary(column.values[index] ?? null, choice)]);
     const body = rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: value })));
     this.table.replaceChildren(el("table", {}, el("tbody", {}, ...body)));
   }
@@ -390,10 +390,11 @@ export class TracePanel {
 }
 
 /** A value in one line. */
-function summary(value) {
+function summary(value, choice) {
   const number = numberOf(value);
   if (number !== undefined || value === null) return value === null ? "–" : shown(number);
-  if (Array.isArray(value?.token_ids)) return lensTokens(value).map((one) => `${quoted(one.text)} ${shown(one.value)}`).join("   ");
+  const ranked = choice.ranked(value);
+  if (ranked) return ranked.map((one) => `${quoted(one.text)} ${shown(one.value)}`).join("   ");
   if (value?.shape) return `${value.dtype} [${value.shape.join(", ")}], ${value.nbytes} bytes`;
   const text = JSON.stringify(value);
   return text.length > 200 ? `${text.slice(0, 200)}…` : text;

@@ -35,7 +35,7 @@ export class TraceState {
   choice(invoke, choice) {
     const key = TraceState.key(invoke, choice);
     let found = this.choices.get(key);
-    if (!found) this.choices.set(key, (found = new Choice(invoke, choice)));
+    if (!found) this.choices.set(key, (found = new Choice(invoke, choice, () => this.accepted)));
     return found;
   }
 
