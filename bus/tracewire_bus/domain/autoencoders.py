@@ -27,8 +27,8 @@ __all__ = ["SparseAutoencoder", "WrongAutoencoder", "same_model", "shapes_of", "
 _VECTORS = {"relu": (), "topk": (), "jumprelu": ("threshold",), "gated": ("gate", "scale")}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _WEIGHTS, _CONFIG = "sae_weights.safetensors", "cfg.json"
-_HOOK = re.compile(r"blocks\.(\d+)\.hook_resid_(pre|post)")
-_LAYER = re.compile(r"residual\((\d+)\)")
+_HOOK = re.compile(r"blocks\.(\d+)\.(hook_resid_pre|hook_resid_post|attn\.hook_z)")
+_LAYER = re.compile(r"(residual|heads)\((\d+)\)")
 
 
 class WrongAutoencoder(ValueError):
@@ -233,7 +233,8 @@ class SparseAutoencoder:
             "metadata": {"model_name": one.model, "tracewire_at": one.at},
         }
         if (layer := _LAYER.fullmatch(one.at)) is not None:
-            config["metadata"]["hook_name"] = f"blocks.{layer[1]}.hook_resid_post"
+            hook = "hook_resid_post" if layer[1] == "residual" else "attn.hook_z"
+            config["metadata"]["hook_name"] = f"blocks.{layer[2]}.{hook}"
         if one.architecture == "topk":
             config["k"] = one.k
         (where / _CONFIG).write_text(json.dumps(config, indent=1))
@@ -315,8 +316,8 @@ def _fields(config: Mapping[str, Any], tensors: Mapping[str, _Array]) -> dict[st
         raise WrongAutoencoder(f"architecture: expected standard, topk, jumprelu or gated, got {architecture!r}")
     hook = _HOOK.fullmatch(str(metadata.get("hook_name") or config.get("hook_name") or ""))
     at = str(metadata.get("tracewire_at") or "")
-    if hook is not None and (layer := int(hook[1]) - (hook[2] == "pre")) >= 0:
-        at = f"residual({layer})"
+    if hook is not None and (layer := int(hook[1]) - (hook[2] == "hook_resid_pre")) >= 0:
+        at = f"heads({layer})" if hook[2] == "attn.hook_z" else f"residual({layer})"
     found = {
         "architecture": ours,
         "centered": bool(config.get("apply_b_dec_to_input", bool(config))),

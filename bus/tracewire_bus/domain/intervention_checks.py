@@ -452,6 +452,8 @@ def check(
         _check_values(one, sites, hidden_size, live, field)
         if isinstance(one, CHECKED):
             width = hidden_size if any(site.value == "residual" for site in sites) else None
+            if sites[0].heads:
+                width = sites[0].heads * sites[0].head_size
             check_kind(one, (len(sites), width), partial(_is_place, tree, sites), model, field)
         places.append((sites, pattern))
     if sum(len(sites) for sites, _ in places) > MAX_SITES:

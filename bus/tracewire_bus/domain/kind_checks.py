@@ -126,7 +126,9 @@ def _check_features(
 
 def _check_autoencoder(sae: Autoencoder, width: int | None, same_place: Any, model: KnownModel, field: str) -> None:
     if width is not None and sae.width != width:
-        raise DeclarationError(f"{field}.sae", f"the model's hidden size is {width}, and the autoencoder's {sae.width}")
+        raise DeclarationError(
+            f"{field}.sae", f"the values there have {width} features, and the autoencoder's have {sae.width}"
+        )
     if sae.model and model.names and not any(same_model(sae.model, name) for name in model.names):
         raise DeclarationError(
             f"{field}.sae",

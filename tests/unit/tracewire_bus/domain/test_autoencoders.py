@@ -84,6 +84,11 @@ def test_older_and_newer_configurations(tmp_path: Path) -> None:
     old = {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}, "hook_name": "blocks.4.hook_resid_pre"}
     one = SparseAutoencoder.load(folder(tmp_path, old, given)).description
     assert (one.architecture, one.k, one.at, one.centered) == ("topk", 3, "residual(3)", True)
+    heads = {"architecture": "standard", "metadata": {"hook_name": "blocks.2.attn.hook_z"}}
+    one = SparseAutoencoder.load(folder(tmp_path, heads, given))
+    assert one.description.at == "heads(2)"
+    one.save(tmp_path / "heads")
+    assert SparseAutoencoder.load(tmp_path / "heads").description == one.description
     new = {"architecture": "standard", "metadata": {"model_name": "gpt2-small", "hook_name": "blocks.0.hook_mlp_out"}}
     one = SparseAutoencoder.load(folder(tmp_path, new, given)).description
     assert (one.architecture, one.model, one.at) == ("relu", "gpt2-small", "")

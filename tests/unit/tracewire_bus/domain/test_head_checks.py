@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.tracewire_bus.domain.test_intervention_checks import HIDDEN, PATHS
+from tracewire_bus.domain.autoencoders import SparseAutoencoder
 from tracewire_bus.domain.intervention_checks import check, decode_interventions, find_sites, normalize
 from tracewire_bus.domain.patch_checks import check_prompt
 from tracewire_bus.domain.tree import ModuleTree
@@ -16,6 +17,7 @@ from tracewire_bus.wire.messages import (
     AttentionInfo,
     AttentionPattern,
     EngineInfo,
+    Features,
     HeadAblate,
     HeadProbe,
     Live,
@@ -69,6 +71,17 @@ def test_all_kinds_take_heads_as_a_location_of_all_heads_side_by_side() -> None:
         Patch("heads(1)", np.ones(HEADS * SIZE)),
         live={"keep": 0.5},
     )
+
+
+def test_an_autoencoder_of_heads_has_their_width() -> None:
+    def sae(width: int, at: str = "") -> SparseAutoencoder:
+        return SparseAutoencoder(np.ones((5, width)), np.ones((5, width)), at=at)
+
+    checked(Features("f", "heads(1)", sae(HEADS * SIZE, "heads(1)")))
+    for wrong, says in ((sae(HIDDEN), r"there have 12 features"), (sae(HEADS * SIZE, "heads(2)"), r"is of heads\(2\)")):
+        with pytest.raises(DeclarationError, match=says) as error:
+            checked(Features("f", "heads(1)", wrong))
+        assert error.value.field == "interventions[0].sae"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ PROBE = Probe("p", AT, V)
         ([Coordinates("c", AT, V[:5])], "basis", "hidden size is 8"),
         ([Project(AT, V[:5])], "basis", "hidden size is 8"),
         ([Project(AT, V, strength=float("inf"))], "strength", "finite"),
-        ([Features("f", AT, sae(width=7))], "sae", "hidden size is 8, and the autoencoder's 7"),
+        ([Features("f", AT, sae(width=7))], "sae", "there have 8 features, and the autoencoder.s have 7"),
         ([Features("f", AT, sae(model="gpt2"))], "sae", "is of model 'gpt2', and this is 'org/M' or '/models/m'"),
         ([Features("f", AT, sae(at="residual(2)"))], "sae", r"is of residual\(2\)"),
         ([Features("f", "residual(*)", sae(at=AT))], "sae", "not the one location"),
