@@ -16,7 +16,7 @@ from tests.support.engine_inside import counts
 from tests.support.parallel.scenarios import same
 from tracewire import Client, Model
 
-__all__ = ["GREEDY", "NGRAM", "apart", "compared", "drafting", "text"]
+__all__ = ["GREEDY", "NGRAM", "apart", "came_to", "check_same", "compared", "drafting", "text"]
 
 #: n-grams of the text so far, which need no other model.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -43,8 +43,9 @@ _SUMS = dict.fromkeys(
     ("linear", "one", "norm", "norms", "moments", "mean", "prompt", "coordinates", "top", "picked", "score"), 1e-05
 )
 _SUMS |= {"seen": 1e-5}
-#: What comes behind edits that are such sums, of bfloat16, whose steps are of 2^-8.
-_SUMS |= {f"near_{name}": 2.0**-6 for name in ("before", "behind", "after")}
+#: What comes behind edits that are such sums, of bfloat16, whose steps are of 2^-8. Seldom one of them is rounded to the
+#: other side, and all that comes behind differs a little. In float32 it does not (`test_declared.py`).
+_SUMS |= {f"near_{name}": 2.0**-7 for name in ("before", "behind", "after")}
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -66,7 +67,7 @@ class _Compared:
     def __init__(self, client: Client, model: Model, tokens: int) -> None:
         self._client, self._model, self._tokens = client, model, tokens
         #: By number: the tokens, the saves, and what `Accepted` said of drafts.
-        self.found: dict[int, tuple[list[int], Any, list[Any]]] = {}
+        self.found: Found = {}
 
     async def run(self, count: int, at_once: int) -> None:
         """Run so many requests."""
@@ -91,31 +92,33 @@ class _Compared:
         self.found[number] = result.token_ids, result.saves, state.accepted.drafts
 
 
-async def compared(
-    ours: Client, theirs: Client, count: int, at_once: int, tokens: int, *, declared: bool = True
-) -> None:
-    """Requests come to the same on an engine with drafts and on one without.
+Found = dict[int, tuple[list[int], Any, list[Any]]]
 
-    Args:
-        ours: a client of the engine that drafts.
-        theirs: a client of the other one.
-        count: how many requests.
-        at_once: how many of them run at a time.
-        tokens: how many tokens each generates, at least.
-        declared: whether the engine drafts requests with declared interventions.
+
+async def came_to(client: Client, count: int, at_once: int, tokens: int) -> Found:
+    """What `count` requests come to on an engine, of which `at_once` run at a time. Each generates `tokens` or more.
+
+    By number: the tokens, the saves, and what `Accepted` said of drafts.
     """
-    found = []
-    for client in (ours, theirs):
-        one = _Compared(client, await client.models.get("demo", timeout=60), tokens)
-        await one.run(count, at_once)
-        found.append(one.found)
-    for number in range(count):
-        (tokens_here, saves_here, drafts), (tokens_there, saves_there, none) = found[0][number], found[1][number]
-        assert tokens_here == tokens_there, number
-        assert not apart(saves_there, saves_here), number
-        assert none == []
-        undrafted = number % 4 == 1 or (number % 4 == 3 and not declared)
-        assert [one.tokens for one in drafts] == [0 if undrafted else 3], number
+    one = _Compared(client, await client.models.get("demo", timeout=60), tokens)
+    await one.run(count, at_once)
+    return one.found
+
+
+def check_same(drafted: Found, known: Found) -> None:
+    """The requests came to the same with drafts as without. All of them were drafted but those with blocks."""
+    assert drafted.keys() == known.keys()
+    for number, (token_ids, saves, drafts) in drafted.items():
+        assert token_ids == known[number][0], number
+        assert not apart(known[number][1], saves), number
+        assert known[number][2] == []
+        assert [one.tokens for one in drafts] == [0 if number % 4 == 1 else 3], number
+
+
+async def compared(ours: Client, theirs: Client, count: int, at_once: int, tokens: int) -> None:
+    """Requests come to the same on an engine with drafts, which is `ours`, and on one without."""
+    drafted = await came_to(ours, count, at_once, tokens)
+    check_same(drafted, await came_to(theirs, count, at_once, tokens))
 
 
 @asynccontextmanager

@@ -192,7 +192,8 @@ def refuse_unsupported(arguments: AsyncEngineArgs, taps: Sequence[str] = ()) -> 
     for option, present, reason in refused:
         if present:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
-    if problem := speculation_problem(arguments, taps, second=os.environ.get(_SECOND_RUNNER) == "1"):
+    second, may_plan_ahead = os.environ.get(_SECOND_RUNNER) == "1", not current_platform.is_cpu()
+    if problem := speculation_problem(arguments, taps, second=second, may_plan_ahead=may_plan_ahead):
         raise UnsupportedSetting(f"--speculative-config: {problem}")
 
 

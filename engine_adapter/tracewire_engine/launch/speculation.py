@@ -23,6 +23,9 @@ _MODELS = {
     "custom_class": "the path of a class that drafts, such as package.module.Class",
 }
 
+#: The methods with which vLLM schedules asynchronously, unless it is told not to.
+_AHEAD = ("draft_model", "eagle", "eagle3")
+
 #: Settings that have not been tried, each with the reason.
 _UNTRIED = {
     "parallel_drafting": "a step would have places for tokens of no request",
@@ -44,13 +47,16 @@ def speculation_settings(arguments: Any) -> Any:
     return {**single, **config} if isinstance(config, dict) else config or single or None
 
 
-def speculation_problem(arguments: Any, taps: Sequence[str] = (), *, second: bool = False) -> str:
+def speculation_problem(
+    arguments: Any, taps: Sequence[str] = (), *, second: bool = False, may_plan_ahead: bool = False
+) -> str:
     """What is wrong with the speculative decoding that vLLM's engine arguments ask for; `""` if nothing is.
 
     Args:
         arguments: vLLM's.
         taps: patterns of the locations that CUDA graphs serve.
         second: whether vLLM uses its second model runner.
+        may_plan_ahead: whether vLLM has asynchronous scheduling on this platform.
     """
     config = speculation_settings(arguments)
     if not config:
@@ -68,6 +74,8 @@ def speculation_problem(arguments: Any, taps: Sequence[str] = (), *, second: boo
             return f"{name} is not supported: {reason}"
     if (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1:
         return "it has not been tried with --pipeline-parallel-size; expected one stage"
+    if may_plan_ahead and config["method"] in _AHEAD and getattr(arguments, "async_scheduling", None) is not False:
+        return f"{config['method']} has not been tried with asynchronous scheduling; expected --no-async-scheduling"
     if taps:
         return "it has not been tried with --tap, in CUDA graphs; expected no taps"
     return ""

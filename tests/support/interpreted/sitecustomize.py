@@ -30,4 +30,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: _load(self, ptrs, _boolean(mask), *rest)
-    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask: _store(self, ptrs, value, _boolean(mask))
+    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: _store(
+        self, ptrs, value, _boolean(mask), *rest
+    )
