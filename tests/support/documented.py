@@ -190,6 +190,7 @@ CODE_RUN_BY = {
     "docs/heads.md": ("tests/e2e/tracing/test_heads.py::test_the_code_of_the_page_runs",),
     "docs/patching.md": ("tests/e2e/tracing/test_patching.py::test_the_code_of_the_page_runs",),
     "docs/recorder.md": ("tests/e2e/tracing/test_recorder.py::test_the_code_of_the_page_runs",),
+    "docs/researchers.md": (_ENGINE + "the_code_for_those_who_come_from_other_libraries",),
     "docs/tutorial.md": (_HOWTO + "the_tutorial", _ENGINE + "the_tutorial_finds_a_direction_and_steers_along_it"),
 }
 
