@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from statistics import mean
 from typing import Any
@@ -12,7 +13,7 @@ from playwright.async_api import expect
 from tests.support import ROOT
 from tests.support.gateways import Served, serving
 from tests.support.until import until
-from tracewire import Client, Model
+from tracewire import AttentionPattern, Client, Model
 
 DIRECTION = ROOT / "examples" / "demo_model" / "direction.npy"
 
@@ -67,3 +68,27 @@ async def test_a_person_starts_watches_and_steers_a_trace(
         assert len(projection) == len(state.token_ids)
         # 20 times the direction, which has the length 1, is what was added.
         assert mean(projection[first:]) - mean(projection[:first]) > 10
+
+
+async def test_what_the_heads_of_a_model_attend_to(
+    served: Served, client: Client, model: Model, opened: Callable[..., Any]
+) -> None:
+    pattern = AttentionPattern("attends", "heads(2)", top_k=4)
+    options: dict[str, Any] = {"interventions": [pattern], "token_strings": True, "temperature": 0.0}
+    trace = client.trace(model, "import os\nimport", max_tokens=6, ignore_eos=True, **options)
+    accepted = await trace.accepted()
+    result = await trace.result()
+    item = await result.load("attends")
+    heads = model.tree.attention[2].heads
+    strings = [*accepted.prompt_token_strings[0], *(result.token_strings or [])]
+    position, weight = int(item[-1]["positions"][-1][0]), float(item[-1]["weights"][-1][0])
+    async with opened(f"{served.url}/dashboard/#/trace/{trace.id}") as page:
+        heat = page.get_by_role("region", name="Heat map of heads by tokens")
+        await expect(heat.locator("canvas")).to_have_attribute(
+            "aria-label", f"Heat map of attends: {heads} rows by 6 tokens"
+        )
+        await heat.focus()
+        await page.keyboard.press("ArrowLeft")
+        token = json.dumps(strings[position], ensure_ascii=False)
+        shown = f"attends, row {heads - 1}, token 5: {token} at position {position} {weight:.4g}"
+        await expect(page.locator(".heat .read")).to_have_text(shown)
