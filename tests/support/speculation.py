@@ -45,26 +45,18 @@ _SUMS = dict.fromkeys(
 _SUMS |= {"seen": 1e-5}
 #: What comes behind edits that are such sums, of bfloat16, whose steps are of 2^-8. Seldom one of them is rounded to
 #: the other side, and all that comes behind differs a little. In float32 it does not (`test_declared.py`).
-_NEAR = 2.0**-7
+_SUMS |= {f"near_{name}": 2.0**-6 for name in ("before", "behind", "after")}
 
 
-def apart(one: dict[str, Any], other: dict[str, Any], near: float = _NEAR) -> list[str]:
+def apart(one: dict[str, Any], other: dict[str, Any], tolerance: float | None = None) -> list[str]:
     """Where the saves of two requests with the same tokens differ by more than rounding.
 
-    `near`: how far those behind edits that are sums may be apart, whose names begin with `near_`.
+    `tolerance`: for all saves, in place of their own.
     """
     if one.keys() != other.keys():
         return [f"{list(one)} and {list(other)}"]
-    return [
-        line
-        for name in one
-        for line in same(
-            one[name],
-            other[name],
-            tolerance=near if name.startswith("near_") else _SUMS.get(name, 0.0),
-            path=f".{name}",
-        )
-    ]
+    allowed = {name: _SUMS.get(name, 0.0) if tolerance is None else tolerance for name in one}
+    return [line for name in one for line in same(one[name], other[name], tolerance=allowed[name], path=f".{name}")]
 
 
 class _Compared:

@@ -155,11 +155,11 @@ async def at_once(client: Client, declared: list[list[Any]], tokens: int) -> lis
     return [found[number] for number in range(len(declared))]
 
 
-def check(found: list[Any], known: list[Any], what: Any, **tolerance: float) -> None:
+def check(found: list[Any], known: list[Any], what: Any, tolerance: float | None = None) -> None:
     """Requests came to what they do without drafts."""
     for number, (one, other) in enumerate(zip(found, known, strict=True)):
         assert one.token_ids == other.token_ids, (what, number)
-        differ = apart(other.saves, one.saves, **tolerance)
+        differ = apart(other.saves, one.saves, tolerance)
         assert not differ, (what, number, differ)
 
 
@@ -186,7 +186,7 @@ async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None
         if len(found) > 1:
             assert there["preemptions"] > 3
             assert there["taken"] > 100
-            check(found[-1], found[0], options["kept_bytes"], near=2.0**-18)
+            check(found[-1], found[0], options["kept_bytes"], tolerance=2.0**-16)
 
 
 @pytest.mark.full
@@ -203,7 +203,7 @@ async def test_edits_that_are_sums_come_to_the_same_in_float32(starts_engine: No
             there = await counts(engine)
             await forgotten(engine)
         assert (there["taken"] > 100) == (config is not None)
-    check(*found, "float32", near=2.0**-20)
+    check(*found, "float32", tolerance=2.0**-20)
 
 
 @pytest.mark.full
