@@ -1,7 +1,7 @@
 """Plain requests with speculative decoding: on Tracewire's engine and on plain vLLM with the same drafts, in one run.
 
     python -m benchmarks.speculation [--model FOLDER] [--drafts 3] [--concurrency 16]
-    [--tokens 100] [--rounds 5] [--dummy] [--undrafted] [--first-runner] [--json]
+    [--tokens 100] [--rounds 5] [--dummy] [--undrafted] [--declared] [--first-runner] [--json]
 
 Engines in processes of their own take turns with the same requests, greedily: *plain*, a stock `AsyncLLM`, and *own*,
 Tracewire's engine without the bus, both with drafts; and with `--undrafted` *undrafted*, a stock `AsyncLLM` without.
@@ -10,18 +10,27 @@ Drafts come from n-grams. Tracewire's engine is eager here, so the others are, t
 `own_to_plain` is the ratio of their tokens a second in each round: the median, the least and the most. `acceptance` is
 the part of the drafted tokens that was taken, of all rounds. `equal` says whether all engines had the same tokens.
 `drafted_to_undrafted` is *plain* to *undrafted*.
+
+With `--declared` two of Tracewire's engines over the bus take turns instead, one with drafts and one without, with
+traces that steer and read at one layer. `declared_to_undrafted` is the ratio of their tokens a second at the client.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.overhead import Role
+import anyio
+import anyio.to_thread
+
+from benchmarks.overhead import SETTLE_S, Role, start_engine, tracewire_round
 from benchmarks.processes import at_least, show
+from tracewire_bus.transport.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,6 +105,54 @@ def summed(rounds: list[dict[str, dict[str, Any]]], before: dict[str, dict[str, 
     return found
 
 
+async def declared(options: argparse.Namespace, folder: Path, workload: dict[str, Any]) -> dict[str, Any]:
+    """The figures of traces that steer and read, with drafts and without."""
+    engine = {"max_num_seqs": options.concurrency, "max_model_len": 2048, "kv_cache_memory_bytes": options.kv_bytes}
+    arguments = {"drafted": ["--speculative-config", json.dumps(drafting(options))], "undrafted": []}
+    workload = {**workload, "saves": "steered", "layers": [2], "count_wire": False}
+    speeds: dict[str, list[float]] = {name: [] for name in arguments}
+    engines: dict[str, subprocess.Popen[str]] = {}
+    async with EmbeddedServer.start() as one, EmbeddedServer.start() as other:
+        urls = {"drafted": one.url, "undrafted": other.url}
+        try:
+            for name, given in arguments.items():
+                setup = {"model": options.model, "engine": engine, "taps": [], "arguments": given}
+                place = folder / name
+                place.mkdir()
+                engines[name] = await anyio.to_thread.run_sync(start_engine, urls[name], setup, place)
+            for number in range(options.rounds + 1):
+                for name in list(urls)[:: 1 if number % 2 else -1]:
+                    await anyio.sleep(SETTLE_S)
+                    found = await tracewire_round(urls[name], workload)
+                    # The first round does not count.
+                    speeds[name] += [found["tokens"] / found["seconds"]] if number else []
+        finally:
+            for process in engines.values():
+                process.terminate()
+            for process in engines.values():
+                process.wait(60)
+    pairs = zip(speeds["drafted"], speeds["undrafted"], strict=True)
+    return {
+        "tokens_per_second": {name: round(median(one), 1) for name, one in speeds.items()},
+        "declared_to_undrafted": spread([drafted / undrafted for drafted, undrafted in pairs]),
+    }
+
+
+def side_by_side(options: argparse.Namespace, folder: Path, workload: dict[str, Any]) -> dict[str, Any]:
+    """The figures of plain requests."""
+    roles = started(options, folder)
+    try:
+        before = {name: role.run(workload) for name, role in roles.items()}
+        rounds = []
+        for number in range(options.rounds):
+            # Whoever is first in one round is last in the next.
+            order = list(roles.items())[:: 1 if number % 2 else -1]
+            rounds.append({name: role.run(workload) for name, role in order})
+    finally:
+        stop(roles)
+    return summed(rounds, before)
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(
@@ -110,6 +167,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=at_least(1), default=256 << 20, help="the KV cache of each engine")
     parser.add_argument("--dummy", action="store_true", help="random weights")
     parser.add_argument("--undrafted", action="store_true", help="a stock engine without drafts, too")
+    parser.add_argument("--declared", action="store_true", help="traces with interventions, with drafts and without")
     parser.add_argument("--first-runner", action="store_true", help="the stock engines use vLLM's first model runner")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
@@ -120,22 +178,16 @@ def main() -> None:
         "saves": "none",
     }
     with tempfile.TemporaryDirectory() as folder:
-        roles = started(options, Path(folder))
-        try:
-            before = {name: role.run(workload) for name, role in roles.items()}
-            rounds = []
-            for number in range(options.rounds):
-                # Whoever is first in one round is last in the next.
-                order = list(roles.items())[:: 1 if number % 2 else -1]
-                rounds.append({name: role.run(workload) for name, role in order})
-        finally:
-            stop(roles)
+        if options.declared:
+            found = anyio.run(declared, options, Path(folder), workload)
+        else:
+            found = side_by_side(options, Path(folder), workload)
     figures = {
         "method": drafting(options)["method"],
         "drafts": options.drafts,
         **workload,
         "rounds": options.rounds,
-        **summed(rounds, before),
+        **found,
     }
     show(figures, as_json=options.json, width=22)
 

@@ -419,6 +419,7 @@ def test_speculation() -> None:
     above_zero(found, "tokens_per_second", "own_to_plain", "drafted_to_undrafted", "acceptance")
     assert found["equal"]
     assert found["acceptance"]["own"] == found["acceptance"]["plain"] <= 1
+    above_zero(figures("speculation", *sizes[:-1], "--declared"), "tokens_per_second", "declared_to_undrafted")
 
 
 @own_engine

@@ -1,4 +1,4 @@
-"""Checks vLLM's options of speculative decoding: `--speculative-config`, and `--spec-method` and the like.
+"""Checks vLLM's options of speculative decoding: `--speculative-config`, and those for single settings.
 
 vLLM has more ways of drafting than Tracewire has been tried with. A setting that has not been tried is refused before
 anything is started, and the error says what is expected.

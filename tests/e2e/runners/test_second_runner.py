@@ -29,7 +29,7 @@ pytestmark = pytest.mark.full
 
 _E2E = "tests/e2e/"
 
-#: By feature, the tests that show it.
+#: By feature, the tests that show it: modules, or single tests of some.
 FEATURES = {
     "blocks": ["tracing/test_last_token.py", "tracing/test_infinite.py"],
     "logprobs, structured output and n": ["tracing/test_sampling.py"],
@@ -39,6 +39,16 @@ FEATURES = {
     "edits": ["edits/test_edits.py"],
     "LoRA": ["models/test_lora.py"],
     "preempted KV": ["models/test_preemption.py"],
+    "drafts": [
+        f"speculation/{name}"
+        for name in (
+            "test_ngrams.py::test_requests_of_all_kinds_come_to_what_they_do_without_drafts",
+            "test_declared.py::test_a_change_while_it_runs_holds_from_the_token_that_the_event_names",
+            "test_draft_models.py::test_requests_of_all_kinds_come_to_what_they_do_without_drafts[draft_model]",
+            "test_draft_models.py::test_requests_of_all_kinds_come_to_what_they_do_without_drafts[eagle]",
+            "test_draft_models.py::test_requests_of_all_kinds_come_to_what_they_do_without_drafts[eagle3]",
+        )
+    ],
 }
 
 #: What is sampled at a temperature: the runners draw other numbers.
@@ -106,7 +116,7 @@ def outcomes(report: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("feature", list(FEATURES))
 def test_second_runner_has(feature: str, shown: dict[str, list[str]]) -> None:
     for module in FEATURES[feature]:
-        said = shown.get(module, [])
+        said = shown.get(module.partition("::")[0], [])
         assert said, f"{module} was not run: {sorted(shown)}"
         assert set(said) == {"passed"}
 

@@ -155,27 +155,38 @@ async def at_once(client: Client, declared: list[list[Any]], tokens: int) -> lis
     return [found[number] for number in range(len(declared))]
 
 
-def check(found: list[Any], known: list[Any], what: Any) -> None:
+def check(found: list[Any], known: list[Any], what: Any, tolerance: float | None = None) -> None:
     """Requests came to what they do without drafts."""
     for number, (one, other) in enumerate(zip(found, known, strict=True)):
         assert one.token_ids == other.token_ids, (what, number)
-        assert not apart(other.saves, one.saves), (what, number)
+        differ = apart(other.saves, one.saves, tolerance)
+        assert not differ, (what, number, differ)
 
 
 @pytest.mark.full
-async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None, client: Client) -> None:
-    """With KV blocks for a few requests: with copies of what preempted ones have computed, and without."""
+@pytest.mark.timeout(1200)
+async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None) -> None:
+    """With KV blocks for a few requests: with copies of what preempted ones have computed, and without.
+
+    In float32, so that what is read late in a trace shows what was computed early.
+    """
     declared = [kind(number) for number, kind in enumerate(DRAFTED.values())]
-    known = await at_once(client, declared, 120)
-    for kept in (1 << 30, 0):
-        options = {"max_num_seqs": 16, "max_model_len": 512, "kv_cache_memory_bytes": 3 << 20, "kept_bytes": kept}
-        async with engine_inside(speculative_config=NGRAM, **options) as (engine, url), connect(url) as one:
-            found = await at_once(one, declared, 120)
+    short = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512, "kv_cache_memory_bytes": 6 << 20}
+    drafted = {**short, "speculative_config": NGRAM}
+    found = []
+    for options in (
+        {**short, "kv_cache_memory_bytes": 256 << 20},
+        {**drafted, "kept_bytes": 1 << 30},
+        {**drafted, "kept_bytes": 0},
+    ):
+        async with engine_inside(**options) as (engine, url), connect(url) as one:
+            found.append(await at_once(one, declared, 120))
             there = await counts(engine)
             await forgotten(engine)
-        assert there["preemptions"] > 3
-        assert there["taken"] > 100
-        check(found, known, kept)
+        if len(found) > 1:
+            assert there["preemptions"] > 3
+            assert there["taken"] > 100
+            check(found[-1], found[0], options["kept_bytes"], tolerance=2.0**-16)
 
 
 @pytest.mark.full
@@ -192,9 +203,7 @@ async def test_edits_that_are_sums_come_to_the_same_in_float32(starts_engine: No
             there = await counts(engine)
             await forgotten(engine)
         assert (there["taken"] > 100) == (config is not None)
-    for number, (drafted, known) in enumerate(zip(*found, strict=True)):
-        assert drafted.token_ids == known.token_ids, number
-        assert not same(known.saves, drafted.saves, tolerance=2.0**-20), number
+    check(*found, "float32", tolerance=2.0**-20)
 
 
 @pytest.mark.full

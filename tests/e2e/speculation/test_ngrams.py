@@ -40,7 +40,8 @@ async def test_each_scenario_beside_drafted_requests(
     async with drafting(drafted[0], ours, model_of_ours) as drafts:
         here = await SCENARIOS[name](ours, model_of_ours)
     there = await SCENARIOS[name](client, await client.models.get("demo", timeout=60))
-    assert not same(there, here)
+    # Features are sums in float32, which a step with other rows can round otherwise.
+    assert not same(there, here, tolerance=2.0**-20)
     assert drafts["drafted"] > 0
 
 
