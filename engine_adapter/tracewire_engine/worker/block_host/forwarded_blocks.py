@@ -21,6 +21,7 @@ from .accounts import Accounts
 from .answers import ModelAnswers
 from .left_values import Left, merged
 from .rank_link import Called, Edit, Served, StepBegan, StepWatch
+from .report_thread import lost
 from .rows import SharedRows, StepRows
 from .stage_rows import (
     HostedRequests,
@@ -166,8 +167,15 @@ class ForwardedBlocks:
             self._passed.append(place)
             return value
         pieces = self._pieces if watch is None else Pieces()
+        try:
+            shared = packed(value, rows, pieces)
+        except Exception as error:  # it costs the hosts that ask for it, not the engine
+            self._passed.append(place)
+            failure = lost(f"{location} cannot be shared: {type(error).__name__}: {error}")
+            self._failures |= dict.fromkeys(self._requests.asking(location), failure)
+            return value
         before, self._passed = self._passed.tobytes(), array("H")
-        reached = StageReached(self._stage, [], place, before, packed(value, rows, pieces), waits)
+        reached = StageReached(self._stage, [], place, before, shared, waits)
         if watch is None:
             self._reached.append(reached)
             return value

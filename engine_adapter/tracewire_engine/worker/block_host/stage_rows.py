@@ -159,6 +159,10 @@ class HostedRequests:
             start, place = start + count, place + 1
         return StepRows(spans, places, start, place) if spans else None
 
+    def asking(self, location: str) -> list[str]:
+        """The requests whose blocks may ask for a location."""
+        return [*self._waited, *[name for name, reads in self._reads.items() if location in reads]]
+
     def reads_in(self, scheduled: Collection[str]) -> frozenset[str]:
         """The locations that blocks of the step's requests may ask for, where all of them only read."""
         return frozenset[str]().union(*[reads for name, reads in self._reads.items() if name in scheduled])

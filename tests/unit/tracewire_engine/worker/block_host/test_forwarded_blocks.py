@@ -128,6 +128,28 @@ def test_where_a_stage_has_several_ranks_both_stages_refuse_what_may_write() -> 
             earlier.open("a", account)
 
 
+def test_a_value_that_cannot_be_shared_costs_the_blocks_that_ask_for_it() -> None:
+    forwarded, earlier = stages()
+    for name, source in READS.items():
+        block = Block(name="block", source=source, filename="a", first_line=1)
+        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
+        forwarded.open(name, SimpleNamespace(engine_id=name, index=0), arguments, (name, 1, ""), [])
+        earlier.open(name, forwarded._accounts.of(arguments))
+    order = list(READS)
+    assert forwarded.begin_for({}, dict.fromkeys(order, 1), order)
+    value = (torch.ones(3, 4), 2**70)
+    assert forwarded.reach("model.model.layers.0.output", value) is value
+    forwarded.reach("model.model.layers.1.input", ((torch.ones(3, 4),), {}))
+    forwarded.end()
+    earlier.begin(dict.fromkeys(order, 1), order)
+    reached, end = earlier.take()
+    assert (reached.location, reached.passed) == ("model.model.layers.1.input", ["model.model.layers.0.output"])
+    assert list(end.failures) == ["both"]
+    assert (
+        "model.model.layers.0.output cannot be shared: SharedValueError: an integer of" in end.failures["both"].message
+    )
+
+
 def test_rows_that_cannot_be_put_in_are_told_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     forwarded, earlier = stages()
     block = Block(name="block", source=EACH + "model.model.layers[0].output[0][:] = 0\n", filename="a", first_line=1)
