@@ -127,6 +127,8 @@ def _adapter(
         logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
+        limits = options.sae_bytes, options.sae_host_bytes, options.sae_split_bytes
+        check_room(options.autoencoders, vllm_arguments.tensor_parallel_size, *limits)
         options.adapters = options.adapters or default_count(vllm_arguments, http=options.openai is not None)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
@@ -219,7 +221,6 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
 
     Raises:
         UnsupportedSetting: Tracewire does not support one of them.
-        ValueError: an autoencoder has no room on an engine with them.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -228,8 +229,6 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
     choose_runner(options.model_runner)
     arguments = AsyncEngineArgs.from_cli_args(options)
     refuse_unsupported(arguments, options.tap)
-    limits = options.sae_bytes, options.sae_host_bytes, options.sae_split_bytes
-    check_room(options.autoencoders, arguments.tensor_parallel_size, *limits)
     if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
         raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
     if not getattr(arguments, "allowed_media_domains", None):

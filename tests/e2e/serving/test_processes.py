@@ -31,9 +31,10 @@ async def own_bus() -> AsyncIterator[str]:
         (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], {}, "--scheduler-cls"),
         (["--hf-tok", "abbreviated"], {}, "--hf-token"),
         (
-            ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+            ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 2}'],
             {},
-            "--speculative-config: method is 'eagle'; expected ngram",
+            "--speculative-config: method is 'suffix'; expected ngram, draft_model, eagle, eagle3, medusa or "
+            "custom_class with --model-runner first",
         ),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         (
