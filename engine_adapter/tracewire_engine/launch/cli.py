@@ -127,8 +127,7 @@ def _adapter(
         logger.info("kept from the processes that run blocks (--keep-env): %s", ", ".join(withheld))
     try:
         vllm_arguments = _vllm_arguments(options)
-        limits = options.sae_bytes, options.sae_host_bytes, options.sae_split_bytes
-        check_room(options.autoencoders, vllm_arguments.tensor_parallel_size, *limits)
+        _check_autoencoders(options, vllm_arguments.tensor_parallel_size)
         options.adapters = options.adapters or default_count(vllm_arguments, http=options.openai is not None)
         # Checked first, because loading the model takes long.
         anyio.run(_check_redis, options.url, options.prefix, options.retain_total_bytes > 0)
@@ -162,6 +161,15 @@ def _adapter(
     finally:
         if options.listener is not None:
             options.listener.close()
+
+
+def _check_autoencoders(options: argparse.Namespace, ranks: int) -> None:
+    """Check that the engine's autoencoders have room.
+
+    Raises:
+        ValueError: one has none.
+    """
+    check_room(options.autoencoders, ranks, options.sae_bytes, options.sae_host_bytes, options.sae_split_bytes)
 
 
 def _sandbox(options: argparse.Namespace) -> AbstractContextManager[object]:
