@@ -10,24 +10,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
 
 from .answers import ModelAnswers
-from .left_values import Left, merged
+from .blocks_of_others import BlocksOfOthers, with_edits
 from .rank_link import Called, Edit, RankLink, Served, StepBegan, StepWatch
-from .rows import SharedRows, StepRows
 
 __all__ = ["FollowedBlocks"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-_generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 
-
-class FollowedBlocks:
+class FollowedBlocks(BlocksOfOthers):
     """Takes the place of `HostedBlocks` on all ranks but the first.
 
     Args:
@@ -40,15 +35,12 @@ class FollowedBlocks:
         self._link, self._fail = link, fail
         #: Calls modules, as on the first rank.
         self.answers = ModelAnswers(model)
-        self._by_request: dict[str, str] = {}
+        super().__init__()
         self._watch = StepWatch()
         #: Whether blocks in hosts take part in the step.
         self.active = False
 
     # --- requests -----------------------------------------------------------------------------------------------------
-
-    def wait_ready(self) -> None:
-        """Return at once: the first rank has the hosts."""
 
     def open(
         self,
@@ -66,20 +58,6 @@ class FollowedBlocks:
         """Forget a request that the scheduler has ended. Returns whether it had blocks."""
         self._link.requests.discard(request_id)
         return self._by_request.pop(request_id, None) is not None
-
-    def steer(self, encoded: bytes) -> None:
-        """Do nothing: the first rank tells its hosts."""
-
-    def take_result(self, generated: bytes) -> bool:
-        """Return whether the adapter's message is about a request with blocks, which the first rank tells its host."""
-        return _generated.decode(generated)[0] in self._by_request.values()
-
-    def fail(self, request_id: str, failure: Failure) -> bool:
-        """Return whether a request has blocks. The first rank ends it."""
-        return request_id in self._by_request
-
-    def __len__(self) -> int:
-        return len(self._by_request)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -118,11 +96,7 @@ class FollowedBlocks:
         served: Served
         served, data = self._told(Served)
         self._watch = served.watch or self._watch
-        left = []
-        for edit in served.edits:
-            shared = SharedRows(value, StepRows(*edit.rows), None, by_request=by_request)
-            left.append(Left(edit, shared, edit.reply, data))
-        return merged(value, left, self._broken)
+        return with_edits(value, served.edits, data, self._broken, by_request=by_request)
 
     def _broken(self, edit: Edit, error: Exception) -> None:
         if isinstance(error, SharedValueError):

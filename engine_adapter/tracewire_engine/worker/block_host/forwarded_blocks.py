@@ -19,10 +19,10 @@ from tracewire_engine.worker.parallel.rank_sockets import RankSockets
 
 from .accounts import Accounts
 from .answers import ModelAnswers
-from .left_values import Left, merged
+from .blocks_of_others import BlocksOfOthers, with_edits
 from .rank_link import Called, Edit, Served, StepBegan, StepWatch
 from .report_thread import lost
-from .rows import SharedRows, StepRows
+from .rows import StepRows
 from .stage_rows import (
     HostedRequests,
     Names,
@@ -42,12 +42,11 @@ logger = logging.getLogger("vllm.tracewire")
 
 _encode = msgspec.msgpack.Encoder().encode
 _message: msgspec.msgpack.Decoder[StepBegan | Served | Called] = msgspec.msgpack.Decoder(StepBegan | Served | Called)
-_generated: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 
 _Answer = TypeVar("_Answer", StepBegan, Served)
 
 
-class ForwardedBlocks:
+class ForwardedBlocks(BlocksOfOthers):
     """Takes the place of `HostedBlocks` on the earlier stages: sends what blocks ask for here to the last stage.
 
     Args:
@@ -63,7 +62,7 @@ class ForwardedBlocks:
         self.answers = ModelAnswers(model)
         self._accounts, self._stage, self._sends = accounts, group.rank_in_group, ranks.rank_in_group == 0
         self._requests = HostedRequests(ranks.world_size)
-        self._by_request: dict[str, str] = {}
+        super().__init__()
         #: Where blocks may read in the step, if all of them only read; otherwise where hosts want something.
         self._reads: frozenset[str] = frozenset()
         self._watch: StepWatch | None = None
@@ -78,9 +77,6 @@ class ForwardedBlocks:
         self._pull, self._send = sockets.pull, _Sender(sockets.push[-1])
 
     # --- requests -----------------------------------------------------------------------------------------------------
-
-    def wait_ready(self) -> None:
-        """Return at once: the last stage has the hosts."""
 
     def open(
         self,
@@ -102,20 +98,6 @@ class ForwardedBlocks:
         """Forget a request that the scheduler has ended. Returns whether it had blocks."""
         self._requests.discard(request_id)
         return self._by_request.pop(request_id, None) is not None
-
-    def steer(self, encoded: bytes) -> None:
-        """Do nothing: the last stage tells its hosts."""
-
-    def take_result(self, generated: bytes) -> bool:
-        """Return whether the adapter's message is about a request with blocks, which the last stage tells its host."""
-        return _generated.decode(generated)[0] in self._by_request.values()
-
-    def fail(self, request_id: str, failure: Failure) -> bool:
-        """Return whether a request has blocks. The last stage ends it."""
-        return request_id in self._by_request
-
-    def __len__(self) -> int:
-        return len(self._by_request)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -163,7 +145,7 @@ class ForwardedBlocks:
         watch, rows = self._watch, self._rows
         observed = location in (self._reads if watch is None else watch.observed)
         waits = watch is not None and watch.passes(location)
-        if rows is None or not (observed or waits):
+        if rows is None or not (observed or waits) or not self._sends:
             self._passed.append(place)
             return value
         pieces = self._pieces if watch is None else Pieces()
@@ -186,11 +168,7 @@ class ForwardedBlocks:
     def _served(self, value: Any) -> Any:
         served, data = self._told(Served)
         self._watch = served.watch or self._watch
-        left = []
-        for edit in served.edits:
-            shared = SharedRows(value, StepRows(*edit.rows), None, by_request=False)
-            left.append(Left(edit, shared, edit.reply, data))
-        return merged(value, left, self._broken)
+        return with_edits(value, served.edits, data, self._broken, by_request=False)
 
     def _broken(self, edit: Edit, error: Exception) -> None:
         if not isinstance(error, SharedValueError):
