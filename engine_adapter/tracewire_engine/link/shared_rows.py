@@ -54,6 +54,12 @@ class RowBytes:
     def __init__(self, data: torch.Tensor) -> None:
         self._bytes, self.size = data, data.numel()
 
+    @classmethod
+    def of(cls, parts: Sequence[bytes]) -> RowBytes:
+        """The bytes of a message: its only part, if it has one."""
+        data = bytearray(parts[0]) if parts else bytearray()
+        return RowBytes(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
     def read(self, shape: Shape) -> torch.Tensor:
         """A copy of a tensor.
 

@@ -152,8 +152,7 @@ class EarlierStages:
 
     def _next(self, stage: int) -> tuple[Any, RowBytes]:
         while not self._early[stage]:
-            head, data = self._pull.recv_multipart(copy=True)
+            head, *data = self._pull.recv_multipart(copy=True)
             message = _message.decode(head)
-            found = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            self._early[message.stage].append((message, RowBytes(found)))
+            self._early[message.stage].append((message, RowBytes.of(data)))
         return self._early[stage].popleft()

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
@@ -203,9 +202,7 @@ class ForwardedBlocks(BlocksOfOthers):
         """
         while True:
             head, *data = self._pull.recv_multipart(copy=True)
-            message = _message.decode(head)
-            given = bytearray(data[0]) if data else bytearray()
-            rows = RowBytes(torch.frombuffer(given, dtype=torch.uint8) if given else torch.empty(0, dtype=torch.uint8))
+            message, rows = _message.decode(head), RowBytes.of(data)
             if isinstance(message, kind):
                 return message, rows
             if not isinstance(message, Called):

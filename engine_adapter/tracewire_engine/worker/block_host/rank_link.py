@@ -149,8 +149,7 @@ class RankLink:
         If the first rank ends, vLLM ends this one.
         """
         head, *data = self._pull.recv_multipart(copy=True)
-        found = torch.frombuffer(bytearray(data[0]), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return _message.decode(head), RowBytes(found)
+        return _message.decode(head), RowBytes.of(data)
 
     def close(self) -> None:
         """Close the sockets."""

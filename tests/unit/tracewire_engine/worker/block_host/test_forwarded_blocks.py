@@ -121,6 +121,12 @@ def test_where_a_stage_has_several_ranks_both_stages_refuse_what_may_write() -> 
         if not refused:
             forwarded.open("a", request, arguments, ("a", 1, ""), [])
             earlier.open("a", account)
+            # The first of the ranks sends. Another one copies nothing.
+            forwarded._sends = False
+            assert forwarded.begin_for({}, {"a": 1}, ["a"])
+            forwarded.reach("model.model.layers.0.output", (torch.ones(1, 4), None))
+            assert (forwarded._reached, forwarded._pieces.size) == ([], 0)
+            forwarded.end()
             continue
         with pytest.raises(MayWrite, match="--tensor-parallel-size, blocks may only read"):
             forwarded.open("a", request, arguments, ("a", 1, ""), [])
