@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +27,7 @@ from .pool import HostProcess
 from .rows import SharedRows, StepRows
 from .untrusted_reports import UntrustedReports
 
-__all__ = ["BlockHost", "HostedRequest", "HostedTrace"]
+__all__ = ["BlockHost", "HostedRequest", "HostedTrace", "LateTurn"]
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -72,6 +70,28 @@ class HostedTrace:
     def failure(self) -> Failure | None:
         """Why its host is of no use any more, if so."""
         return self.host.failure
+
+
+class LateTurn:
+    """A turn of a host, and its rows that are on their way from a GPU."""
+
+    def __init__(self, host: BlockHost, message: bytes, late: list[LateRows]) -> None:
+        self.host, self._message, self._late = host, message, late
+
+    @property
+    def ready(self) -> bool:
+        """Whether `send` does not wait."""
+        return all(rows.done for rows in self._late)
+
+    def send(self) -> None:
+        """Send it. Waits for what is on its way.
+
+        Raises:
+            ChannelClosed: the host is gone.
+        """
+        for rows in self._late:
+            rows.arrive(self.host.process.given)
+        self.host.calls.send(self._message)
 
 
 class BlockHost:
@@ -121,9 +141,10 @@ class BlockHost:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._names = self._passed = 0
-        #: Rows of the next turn that are on their way from a GPU; and how many turns wait for theirs.
+        #: Rows of the next turn that are on their way from a GPU; how many turns had to wait for theirs, which the
+        #: model's thread counts; and how many of these were sent.
         self._late: list[LateRows] = []
-        self.queued = 0
+        self.late_turns = self.late_sent = 0
 
     # --- its traces ---------------------------------------------------------------------------------------------------
 
@@ -243,15 +264,20 @@ class BlockHost:
         """Add an event to the next turn."""
         self._events.append(event)
 
-    def send(self, names: list[str], *, waits: bool) -> Callable[[], None] | None:
-        """Send a turn, if nothing of it is on its way from a GPU.
+    @property
+    def queued(self) -> bool:
+        """Whether turns wait for their rows."""
+        return self.late_turns != self.late_sent
+
+    def send(self, names: list[str], *, waits: bool) -> LateTurn | None:
+        """Send a turn, if nothing of it is on its way from a GPU, and no turn before it waits for that.
 
         Args:
             names: of all locations that any event has numbered.
             waits: whether a reply is wanted. Then this waits for what is on its way.
 
         Returns:
-            A function that waits for what is on its way and then sends the turn; `None` if the turn was sent.
+            The turn, if it is not sent yet.
 
         Raises:
             ChannelClosed: the host is gone.
@@ -261,17 +287,12 @@ class BlockHost:
         if self.turns == self.taken:
             self.owes_since = time.monotonic()
         self.turns += 1
-        late, self._late = self._late, []
-        send = partial(self._send, _encode(turn), late)
-        if not waits and (late or self.queued):
-            return send
-        send()
+        made = LateTurn(self, _encode(turn), self._late)
+        self._late = []
+        if not waits and (self.queued or not made.ready):
+            return made
+        made.send()
         return None
-
-    def _send(self, message: bytes, late: list[LateRows]) -> None:
-        for rows in late:
-            rows.arrive(self.process.given)
-        self.calls.send(message)
 
     def took(self, turns: int, mark: int) -> None:
         """Note how many turns the host has taken, and how many shared bytes it has read."""

@@ -96,8 +96,7 @@ class HostTurns:
                 if left <= 0:
                     self.fail(host, too_slow(host, self._step_s, _WAITED))
                 else:
-                    with self._reports.returned:
-                        self._reports.returned.wait(min(left, 0.05))
+                    self._reports.wait_for_reports(left)
             except Exception as error:  # it costs the host, not the engine
                 why = f"{location} cannot be shared: {type(error).__name__}: {error}"
                 self.fail(host, lost(why, len(host.traces)))
@@ -118,7 +117,7 @@ class HostTurns:
             self.fail(host, lost("", len(host.traces)))
             return False
         if later is not None:
-            self._reports.send_later(host, later)
+            self._reports.send_later(later)
         return True
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:

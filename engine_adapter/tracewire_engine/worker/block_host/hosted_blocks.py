@@ -227,6 +227,7 @@ class HostedBlocks:
             self._earlier.begin(scheduled, present)
         if not self._of and not told:
             return False
+        self._reports.between_steps()
         spans, rows = _shares(scheduled, present, index_of, self._of)
         self._active = list(spans)
         waiting = []

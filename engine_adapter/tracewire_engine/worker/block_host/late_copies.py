@@ -30,6 +30,10 @@ class _Whole:
         with self._lock:
             self._users += 1
 
+    @property
+    def done(self) -> bool:
+        return self._copy.done
+
     def lend(self) -> memoryview:
         return self._copy.lend()
 
@@ -47,6 +51,11 @@ class LateRows(NamedTuple):
     whole: _Whole
     pieces: Sequence[tuple[int, int]]
     start: int
+
+    @property
+    def done(self) -> bool:
+        """Whether `arrive` does not wait."""
+        return self.whole.done
 
     def arrive(self, memory: RowMemory) -> None:
         """Copy the rows to `memory`. Waits for the copy from the GPU."""

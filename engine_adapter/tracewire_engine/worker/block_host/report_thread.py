@@ -1,10 +1,12 @@
-"""Passes on what hosts report, on a thread, so that the model waits for no report.
+"""Passes on what hosts report, so that the model waits for no report.
 
-The thread sends the adapter the saves of each step as they come. The hosts of a step report within less than a
-millisecond, and each message that leaves costs the model's thread the interpreter for a moment. So the thread gathers
-what comes within `_GATHER_S` after a report, and sends it as one message. If a host has ended, the thread first passes
-on all that the host has still reported, and then ends the requests of its traces with the error. The thread also closes
-hosts: those of one trace with their trace, and shared ones when they have had no trace for a while.
+A thread sends the adapter the saves of each step as they come. Each time that it wakes, it takes the interpreter from
+the model's thread for a moment, which costs more than what it then does. So it gathers what comes within `_GATHER_S`
+after a report, and sends it as one message. While one short step follows another it sleeps: the model's thread does the
+same work between the steps, when all reports of the last one have come (`between_steps`).
+
+If a host has ended, what it has still reported is passed on first, and then the requests of its traces end with the
+error. Hosts of one trace are closed with their trace, and shared ones when they have had no trace for a while.
 
 A host may be in the hands of a hostile block. So what it reports is checked before the adapter is told
 (`untrusted_reports.py`), and a host that reports what no host would is ended.
@@ -12,12 +14,14 @@ A host may be in the hands of a hostile block. So what it reports is checked bef
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -31,7 +35,7 @@ from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
-from .host import BlockHost, HostedRequest, HostedTrace
+from .host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from .places import place_of
 from .untrusted_reports import UntrustedReport
 
@@ -54,6 +58,10 @@ _LOOK_MS = 500
 #: How long the thread waits for the reports of other hosts, each time and at most how many times, in seconds.
 _GATHER_S, _GATHERED = 0.0002, 3
 
+#: For how long after the beginning of a step the thread leaves its work to the model's thread, in seconds; and for how
+#: long the model's thread waits at once for a host that has to read more of its rows.
+_STEP_S, _WAIT_S = 0.005, 0.005
+
 #: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
 IDLE_S, IDLE = 60.0, 8
 
@@ -68,25 +76,28 @@ class ReportThread:
     """Passes on the reports of all hosts.
 
     Args:
-        connect: makes the thread's own end of the link to the adapter. Called on the thread.
+        connect: makes an end of the link to the adapter. Called when something is sent first.
         blobs: sends large arrays.
         patience_s: how long a host may take for a turn, in seconds; 0 for any time.
     """
 
     def __init__(self, connect: Callable[[], LinkSender], blobs: BlobSender | None, patience_s: float = 0.0) -> None:
         self._connect, self._blobs, self._patience_s = connect, blobs, patience_s
+        self._link: LinkSender | None = None
+        #: Held by the thread that does the work.
+        self._working = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Turns whose rows were on their way from a GPU, in their order.
+        self._late: deque[LateTurn] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._hosts: dict[int, BlockHost] = {}
         #: The names of the traces that have large arrays.
         self._large: set[str] = set()
-        #: What is sent next; and when hosts are looked at next.
+        #: What is sent next; when hosts are looked at next; and until when the model's thread does the rest.
         self._unsent: list[Report] = []
-        self._look_at = 0.0
-        #: Signals that a host has read more of its rows.
-        self.returned = threading.Condition()
+        self._look_at = self._left_until = 0.0
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
 
     def watch(self, host: BlockHost) -> None:
@@ -105,40 +116,79 @@ class ReportThread:
         """Give up a trace when all ends of its requests are reported: the worker sees no more of them."""
         self.do(lambda: self._close_if_over(trace))
 
-    def send_later(self, host: BlockHost, send: Callable[[], None]) -> None:
-        """Send a host's turn as soon as its rows are on the host (`BlockHost.send`)."""
-        with self.returned:
-            host.queued += 1
-        self.do(lambda: self._send_turn(host, send))
+    def send_later(self, turn: LateTurn) -> None:
+        """Send a host's turn when its rows are on the host (`BlockHost.send`)."""
+        turn.host.late_turns += 1
+        self._late.append(turn)
+        os.eventfd_write(self._wake, 1)
 
     def wait_for(self, host: BlockHost) -> None:
         """Wait until no turn of a host waits for its rows."""
         if host.queued:
-            with self.returned:
-                self.returned.wait_for(lambda: not host.queued)
+            with self._working:
+                self._send_late(wait=True)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread, behind what it does now and the jobs before."""
+        """Run a job, behind what is done now and the jobs before."""
         self._jobs.put(job)
         os.eventfd_write(self._wake, 1)
+
+    # --- on the model's thread ----------------------------------------------------------------------------------------
+
+    def between_steps(self) -> None:
+        """Do what there is to do now, before a step. The thread leaves its work to the next call if that comes soon."""
+        self._left_until = time.monotonic() + _STEP_S
+        if self._working.acquire(blocking=False):
+            try:
+                self._send_late(wait=False)
+                self._handle(self._epoll.poll(0))
+                self._send_gathered()
+            finally:
+                self._working.release()
+
+    def wait_for_reports(self, seconds: float) -> None:
+        """Wait until a host has reported something, such as that it has read its rows, but not for long.
+
+        Args:
+            seconds: how long at most.
+        """
+        self._left_until = time.monotonic() + _STEP_S
+        with self._working:
+            self._send_late(wait=True)
+            self._handle(self._epoll.poll(min(seconds, _WAIT_S)))
+            self._send_gathered()
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         name_thread("reports")
-        self._link = self._connect()
         while True:
-            if time.monotonic() >= self._look_at:
-                self._look()
+            now = time.monotonic()
+            if now >= self._look_at:
+                with self._working:
+                    self._look()
+                    self._send_gathered()
                 self._look_at = time.monotonic() + _LOOK_MS / 1000
-                self._send_gathered()
-            self._handle(self._poll.poll(_LOOK_MS if self._hosts else None))
-            for _ in range(_GATHERED):
-                if not self._unsent or not any(host.owes(0.0) for host in self._hosts.values()):
-                    break
-                time.sleep(_GATHER_S)
-                self._handle(self._poll.poll(0))
-            self._send_gathered()
+            elif now < self._left_until:
+                time.sleep(min(self._left_until, self._look_at) - now)
+            else:
+                ready = self._epoll.poll(_LOOK_MS / 1000 if self._hosts else None)
+                if time.monotonic() >= self._left_until:
+                    with self._working:
+                        self._gather(ready)
+
+    def _gather(self, ready: list[tuple[int, int]]) -> None:
+        """Handle what is ready, and what comes soon."""
+        self._send_late(wait=True)
+        self._handle(ready)
+        for _ in range(_GATHERED):
+            if not self._unsent or not any(host.owes(0.0) for host in self._hosts.values()):
+                break
+            time.sleep(_GATHER_S)
+            self._handle(self._epoll.poll(0))
+        self._send_gathered()
+
+    # --- on the one that does the work --------------------------------------------------------------------------------
 
     def _handle(self, ready: list[tuple[int, int]]) -> None:
         for descriptor, events in ready:
@@ -153,6 +203,7 @@ class ReportThread:
     def _send_gathered(self) -> None:
         reports, self._unsent = self._unsent, []
         if reports:
+            self._link = self._link or self._connect()
             self._link.send(*reports)
 
     def _look(self) -> None:
@@ -173,31 +224,34 @@ class ReportThread:
                 self._close(host)
 
     def _work(self) -> None:
-        os.eventfd_read(self._wake)
+        with contextlib.suppress(BlockingIOError):  # the other thread has done it
+            os.eventfd_read(self._wake)
         while not self._jobs.empty():
             self._jobs.get()()
 
-    def _send_turn(self, host: BlockHost, send: Callable[[], None]) -> None:
-        try:
-            send()
-        except ChannelClosed:
-            host.fail(lost("", len(host.traces)))
-            self._lose(host)
-        finally:
-            with self.returned:
-                host.queued -= 1
-                self.returned.notify_all()
+    def _send_late(self, *, wait: bool) -> None:
+        """Send the turns whose rows are on the host, or all turns if this may wait for rows."""
+        while self._late and (wait or self._late[0].ready):
+            turn = self._late.popleft()
+            try:
+                turn.send()
+            except Exception as error:  # it costs the host, not the engine
+                why = "" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}"
+                turn.host.fail(lost(why, len(turn.host.traces)))
+                self._lose(turn.host)
+            finally:
+                turn.host.late_sent += 1
 
     def _watch(self, host: BlockHost) -> None:
         descriptor = host.process.reports.fileno()
         self._hosts[descriptor] = host
-        self._poll.register(descriptor, select.POLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN)
 
     def _unwatch(self, host: BlockHost) -> None:
         for descriptor, one in list(self._hosts.items()):
             if one is host:
                 del self._hosts[descriptor]
-                self._poll.unregister(descriptor)
+                self._epoll.unregister(descriptor)
 
     def _close(self, host: BlockHost) -> None:
         self._unwatch(host)
@@ -205,7 +259,7 @@ class ReportThread:
 
     def _read(self, host: BlockHost, events: int) -> None:
         try:
-            if events & ~select.POLLIN or host.calls.unsent:
+            if events & ~select.EPOLLIN or host.calls.unsent:
                 host.calls.flush()
             for message in host.process.reports.arrived():
                 self._pass_on(host, _reports.decode(message))
@@ -219,9 +273,7 @@ class ReportThread:
         if isinstance(report, Reported):
             steps = [step for step in report.steps if self._is_step_of(host, step)]
             finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
-            with self.returned:
-                host.took(report.turns, report.mark)
-                self.returned.notify_all()
+            host.took(report.turns, report.mark)
             over = {one.trace for finish in finishes if (one := _request_of(host, finish)) is not None}
             if steps or finishes:
                 self._send(host, Report(time=time.time(), steps=steps, finishes=finishes))
@@ -300,8 +352,6 @@ class ReportThread:
                 steps.append(StepRecord(one.request, one.choice, one.index, _NO_DELTAS, "error"))
         if steps:
             self._send(host, Report(time=time.time(), steps=steps))
-        with self.returned:
-            self.returned.notify_all()
         for one in requests:
             if one.finished:
                 self._finish(one)

@@ -16,7 +16,7 @@ from tracewire_engine.link.shared_rows import RowMemory
 from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Reported
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host import report_thread
-from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace
+from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -260,3 +260,109 @@ def test_traces_with_large_arrays_go_apart_from_the_others_of_their_host() -> No
     relayed = next(one for one in parts if isinstance(one, tuple))
     (plain,) = [one for one in parts if not isinstance(one, tuple)]
     assert ([one.request for one in relayed[1].steps], [one.request for one in plain.steps]) == (["r"], ["s"])
+
+
+class Senders(Sent):
+    """Notes the threads on which reports are sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def send(self, *reports: Any) -> None:
+        self.threads.append(threading.get_ident())
+        super().send(*reports)
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, step_s: float) -> tuple[ReportThread, BlockHost, Host, Senders]:
+    """A model's first step has begun. The thread leaves its work to the next steps for `step_s`."""
+    monkeypatch.setattr(report_thread, "_STEP_S", step_s)
+    host, sent = Host(), Senders()
+    link: Any = sent
+    process: Any = host
+    thread = ReportThread(lambda: link, None)
+    known = BlockHost(process, None)
+    known.turns = 9
+    add(known, "t", "r")
+    thread.watch(known)
+    thread.between_steps()
+    return thread, known, host, sent
+
+
+def test_between_steps_the_model_s_thread_passes_reports_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    for index in range(3):
+        host.says(Reported([StepRecord("r", 0, index, NOTHING)], turns=index + 1))
+        while sent.reports.empty():
+            thread.between_steps()
+        assert sent.reports.get_nowait().steps[0].index == index
+    assert sent.threads == [threading.get_ident()] * 3
+    assert known.taken == 3
+
+
+def test_the_thread_passes_reports_on_when_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, host, sent = stepping(monkeypatch, 0.01)
+    host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
+    assert sent.next().steps[0].index == 0
+    assert threading.get_ident() not in sent.threads
+
+
+def test_the_model_s_thread_passes_reports_on_while_it_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
+    while not known.taken:
+        thread.wait_for_reports(30.0)
+    assert sent.threads == [threading.get_ident()]
+
+
+class Rows:
+    """Rows on their way from a GPU."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def arrive(self, memory: RowMemory) -> None:
+        self.done = True
+
+
+def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    rows: list[Any] = [Rows(), Rows()]
+    turns = [LateTurn(known, bytes([number]), [one]) for number, one in enumerate(rows)]
+    calls = HostChannel(host._other[1])
+    rows[1].done = True
+    for turn in turns:
+        thread.send_later(turn)
+    thread.between_steps()
+    # In their order.
+    assert (calls.arrived(), known.queued) == ([], True)
+    rows[0].done = True
+    while known.queued:
+        thread.between_steps()
+    assert (calls.arrived(), known.queued) == ([b"\0", b"\1"], False)
+
+
+def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    late: Any = Rows()
+    thread.send_later(LateTurn(known, b"turn", [late]))
+    thread.wait_for(known)
+    assert late.done
+    assert HostChannel(host._other[1]).arrived() == [b"turn"]
+
+
+def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Rows):
+        def arrive(self, memory: RowMemory) -> None:
+            raise RuntimeError("no such rows")
+
+    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    broken: Any = Broken()
+    thread.send_later(LateTurn(known, b"turn", [broken]))
+    thread.wait_for(known)
+    while sent.reports.empty():
+        thread.between_steps()
+    assert sent.next().steps[0].ended == "error"
+    assert known.failure is not None
+    assert "no such rows" in known.failure.message
+    assert (host.killed, known.queued) == (True, False)
