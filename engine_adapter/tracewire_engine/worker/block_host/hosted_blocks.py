@@ -399,20 +399,21 @@ def _shares(
         index_of: gives the index of the token that a request samples in this step.
         traces: by the scheduler's id, the trace of each request with blocks.
     """
-    spans: dict[BlockHost, list[tuple[str, int, int]]] = {}
-    rows: dict[BlockHost, list[tuple[int, int]]] = {}
-    places: dict[BlockHost, list[int]] = {}
+    shares: dict[BlockHost, tuple[list[tuple[str, int, int]], list[tuple[int, int]], list[int]]] = {}
     start = 0
     for place, request_id in enumerate(present):
         count = scheduled[request_id]
         trace = traces.get(request_id)
-        if trace is not None and trace.failure is None:
-            host = trace.host
-            spans.setdefault(host, []).append((request_id, count, index_of(request_id)))
-            rows.setdefault(host, []).append((start, count))
-            places.setdefault(host, []).append(place)
+        if trace is not None and (host := trace.host).failure is None:
+            share = shares.get(host)
+            if share is None:
+                share = shares[host] = [], [], []
+            share[0].append((request_id, count, index_of(request_id)))
+            share[1].append((start, count))
+            share[2].append(place)
         start += count
-    return spans, {host: StepRows(rows[host], places[host], start, len(present)) for host in spans}
+    spans = {host: share[0] for host, share in shares.items()}
+    return spans, {host: StepRows(share[1], share[2], start, len(present)) for host, share in shares.items()}
 
 
 def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:

@@ -56,12 +56,14 @@ class StepRows:
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
+    first = end = -1
     for start, size in spans:
-        if found and sum(found[-1]) == start:
-            found[-1] = found[-1][0], found[-1][1] + size
-        else:
-            found.append((start, size))
-    return found
+        if start != end:
+            if end >= 0:
+                found.append((first, end - first))
+            first = start
+        end = start + size
+    return [*found, (first, end - first)] if end >= 0 else found
 
 
 class Withheld:

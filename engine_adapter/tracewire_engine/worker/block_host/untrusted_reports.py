@@ -7,10 +7,10 @@ block, and a flood of messages would keep the worker's process busy, in which th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import PathKey
@@ -24,18 +24,22 @@ class UntrustedReport(ValueError):
     """A host has reported what no host reports that runs its own code."""
 
 
+#: The path of a save, which begins with its name.
+_Path: TypeAlias = Annotated[tuple[PathKey, ...], Meta(min_length=1)]
+
+
 class _Append(msgspec.Struct, array_like=True, tag="a"):
-    path: tuple[PathKey, ...]
+    path: _Path
     items: msgspec.Raw
 
 
 class _Set(msgspec.Struct, array_like=True, tag="s"):
-    path: tuple[PathKey, ...]
+    path: _Path
     value: msgspec.Raw
 
 
 class _Delete(msgspec.Struct, array_like=True, tag="d"):
-    path: tuple[PathKey, ...]
+    path: _Path
 
 
 _Delta: TypeAlias = _Append | _Set | _Delete
@@ -108,14 +112,9 @@ def _check_step(step: StepRecord) -> None:
 
 
 def _check_deltas(raw: msgspec.Raw) -> None:
-    for path, appended in _paths(raw):
-        if not path or (appended is not None and not _is_list(memoryview(appended))):
-            raise UntrustedReport("changes of saves without a name, or of no list")
-
-
-def _paths(raw: msgspec.Raw) -> Iterator[tuple[tuple[PathKey, ...], msgspec.Raw | None]]:
     for delta in _deltas.decode(raw):
-        yield delta.path, delta.items if isinstance(delta, _Append) else None
+        if type(delta) is _Append and not _is_list(memoryview(delta.items)):
+            raise UntrustedReport("a change that appends something else than a list")
 
 
 def _is_list(raw: memoryview) -> bool:
