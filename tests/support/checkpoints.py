@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTForCausalLM",
         {"ffn_dim": 128, "word_embed_proj_dim": HIDDEN, "do_layer_norm_before": True, "num_attention_heads": 2},
     ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "gemma3": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",

@@ -99,16 +99,20 @@ def close(one: Any, other: Any, tolerance: float = 2e-3) -> bool:
 @pytest.mark.parametrize("kind", list(INNER))
 async def test_a_model_of_another_kind(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(kind, tmp_path)
-    streams, logits = reference(path)
-    options = {"dtype": DTYPES.get(kind, "float32"), "max_model_len": 256, "max_num_seqs": 8}
-    async with engine_inside(model=path, name=kind, **options) as (engine, url), tracewire.connect(url) as client:
-        model = await client.models.get(kind, timeout=30)
+    await check_reads_and_writes(kind, path, path, inner=INNER[kind], dtype=DTYPES.get(kind, "float32"))
+
+
+async def check_reads_and_writes(name: str, path: Path, compared: Path, *, inner: str, dtype: str) -> None:
+    """Blocks and declared interventions on an engine of `path` read and write as transformers does on `compared`."""
+    streams, logits = reference(compared)
+    options = {"dtype": dtype, "max_model_len": 256, "max_num_seqs": 8}
+    async with engine_inside(model=path, name=name, **options) as (engine, url), tracewire.connect(url) as client:
+        model = await client.models.get(name, timeout=30)
         assert model.info.layer_count == LAYERS
-        inner = INNER[kind]
 
         def near(one: Any, other: Any, least: float = 0.0) -> bool:
             # In bfloat16, transformers itself is up to 0.045 off what it computes in float32.
-            return close(one, other, max(least, 2e-3 if options["dtype"] == "float32" else 0.1))
+            return close(one, other, max(least, 2e-3 if dtype == "float32" else 0.1))
 
         async def run(block: Any = None, prompt: Any = PROMPT, count: int = 6, **options: Any) -> Any:
             async with client.trace(model, prompt, block, max_tokens=count, **{**GREEDY, **options}) as trace:

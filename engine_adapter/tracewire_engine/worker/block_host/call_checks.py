@@ -19,7 +19,8 @@ __all__ = ["check_inputs", "checked_widths"]
 def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_rows: int) -> None:
     """Check the tensors with which a block calls a module: kernels of the engine read what lies behind short ones.
 
-    A row is a vector along the last axis, and an index of a tensor of integers.
+    A row is a vector along the last axis, and an index of a tensor of integers. Linear modules check the rest
+    themselves, wherever they are called (`checked_widths`).
 
     Raises:
         ValueError: they have too many rows, different numbers of rows, indices of no row of the module's weights and
@@ -37,7 +38,7 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
     tables = [one.shape[0] for one in (*weights, *module.buffers()) if one.ndim]
     most = min(tables, default=0)
     widths = {(one.shape[-1], one.dtype) for one in weights if one.ndim == 1}
-    for tensor in tensors:
+    for tensor in () if _is_linear(module) else tensors:
         if _counts(tensor):
             if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
                 raise ValueError(f"indices from {int(tensor.min())} to {int(tensor.max())} of a table of {most} rows")
@@ -79,9 +80,11 @@ def _checked(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dtype(module: Any) -> torch.dtype | None:
-    """The kind of number that a linear module multiplies; `None` if its weight is quantized, which has such checks."""
+    """The kind of number that a linear module multiplies: its weight's, or the model's where that one has codes."""
     found = getattr(getattr(module, "weight", None), "dtype", None)
-    return found if found is not None and found.is_floating_point and found.itemsize > 1 else None
+    if found is not None and found.is_floating_point and found.itemsize > 1:
+        return found
+    return getattr(module, "params_dtype", None)
 
 
 def _misfit(module: torch.nn.Module, width: int, dtype: torch.dtype, rows: torch.Tensor) -> ValueError:

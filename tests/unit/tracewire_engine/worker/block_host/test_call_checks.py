@@ -87,3 +87,34 @@ def test_a_part_of_a_sharded_weight_is_multiplied_by_its_part() -> None:
     module.input_size, module.input_size_per_partition = 2 * WIDTH, WIDTH
     with checked_widths([module]), pytest.raises(ValueError, match="rows of 64 numbers"):
         module(torch.ones(4, 2 * WIDTH, dtype=torch.bfloat16))
+
+
+class CodedMethod:
+    """How a quantized module multiplies."""
+
+    def apply(self, module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        """The rows, multiplied by what the codes stand for."""
+        return rows @ module.qweight.to(rows.dtype)
+
+
+class Coded(torch.nn.Module):
+    """A linear module as vLLM has it when its weight is quantized: integers stand for numbers of the model's kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_size, self.params_dtype = WIDTH, torch.bfloat16
+        self.qweight = torch.nn.Parameter(torch.ones(WIDTH, 8, dtype=torch.int32), requires_grad=False)
+        self.quant_method = CodedMethod()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """As vLLM's."""
+        return self.quant_method.apply(self, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_quantized_weight_is_multiplied_by_numbers_of_the_model(dtype: torch.dtype) -> None:
+    module = Coded()
+    with checked_widths([module]):
+        assert module(torch.ones(4, WIDTH, dtype=torch.bfloat16)).shape == (4, 8)
+        with pytest.raises(ValueError, match=r"Coded takes rows of 64 numbers of torch\.bfloat16"):
+            module(torch.ones(4, WIDTH, dtype=dtype))
