@@ -17,7 +17,7 @@ from tracewire_bus.wire.messages import Failure
 from .blocks.mediator import BlockMediator
 from .blocks.request import Request
 
-__all__ = ["RequestBook", "end_waiting"]
+__all__ = ["RequestBook", "end_waiting", "token_index"]
 
 
 class RequestBook:
@@ -139,3 +139,16 @@ def end_waiting(mediator: BlockMediator) -> None:
         return
     except BaseException as thrown:
         mediator.waited_in_vain = usual is None or thrown is not error
+
+
+def token_index(state: Any, tokens: int) -> int:
+    """The index of the token that a request samples in a step with so many of its tokens.
+
+    Negative while the prompt is only partly computed.
+
+    Args:
+        state: vLLM's of the request, with `num_computed_tokens` and `num_prompt_tokens`.
+        tokens: how many of its tokens the step has.
+    """
+    index: int = state.num_computed_tokens + tokens - state.num_prompt_tokens
+    return index

@@ -45,6 +45,7 @@ from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState
 
 from .block_host.hosted_blocks import HostedBlocks, valid_samples
 from .kv_offload import KVBlocks, PreemptedKVCache
+from .request_book import token_index
 from .requests import extra_arguments
 from .runner_parts import RunnerParts
 
@@ -169,7 +170,7 @@ class TracewireRunner(RunnerParts):
         if self.tracewire_hosts is not None and self.tracewire_hosts.begin_for(states, scheduled, order):
             model.interleaver.busy = True
         for request_id, progress in book.traced.items():
-            progress.index = _token_index(states[request_id], scheduled[request_id]) if request_id in scheduled else -1
+            progress.index = token_index(states[request_id], scheduled[request_id]) if request_id in scheduled else -1
         ranks = self.tracewire_ranks
         self.tracewire_traced_step = ranks is not None and not ranks.requests.isdisjoint(scheduled)
         if self.tracewire_changed:
@@ -201,7 +202,7 @@ class TracewireRunner(RunnerParts):
             return
         planned = book.scheduled.keys() | book.forced.keys()
         # Of the first token that each samples.
-        indices = {name: _token_index(states[name], own[name]) for name in order if name in planned}
+        indices = {name: token_index(states[name], own[name]) for name in order if name in planned}
         book.advance(indices)
         self.tracewire_forced = [
             (row, tokens[indices[name]])
@@ -240,11 +241,9 @@ class TracewireRunner(RunnerParts):
             state = states.get(request_id)
             if state is None:
                 continue
-            if request_id in scheduled:
-                index = _token_index(state, scheduled[request_id])
-            else:
-                # For example, a preempted request: it samples its next token in a later step.
-                index = self.generated(request_id)
+            # One that is not in this step, such as a preempted one, samples its next token in a later one.
+            now = request_id in scheduled
+            index = token_index(state, scheduled[request_id]) if now else self.generated(request_id)
             first.append((request, choice, max(0, index)))
         return Applied(run.name, run.version, first, self.tracewire_requests.live.late)
 
@@ -429,12 +428,3 @@ class TracewireRunner(RunnerParts):
 def _last_rows(drafts: Mapping[str, list[int]], order: list[str]) -> list[int]:
     """The last row of each request among the logits of a step with drafts: a row for each draft, and one more."""
     return list(accumulate((1 + len(drafts.get(name, ())) for name in order), initial=-1))[1:]
-
-
-def _token_index(state: Any, tokens: int) -> int:
-    """The index of the token that a request samples in a step with so many of its tokens.
-
-    Negative while the prompt is only partly computed.
-    """
-    index: int = state.num_computed_tokens + tokens - state.num_prompt_tokens
-    return index

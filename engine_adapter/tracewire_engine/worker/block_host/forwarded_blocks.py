@@ -15,6 +15,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
 from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.worker.parallel.rank_sockets import RankSockets
+from tracewire_engine.worker.request_book import token_index
 
 from .accounts import Accounts
 from .answers import ModelAnswers
@@ -118,7 +119,7 @@ class ForwardedBlocks(BlocksOfOthers):
         for request_id in order:
             if (count := scheduled.get(request_id)) is not None:
                 state = states.get(request_id)
-                index = 0 if state is None else state.num_computed_tokens + count - state.num_prompt_tokens
+                index = 0 if state is None else token_index(state, count)
                 requests.append((request_id, count, index))
         self._tell(StageBegan(self._stage, requests), Pieces())
         self._watch = self._told(StepBegan)[0].watch or StepWatch()

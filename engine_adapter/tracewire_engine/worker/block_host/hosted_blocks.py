@@ -19,6 +19,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
 from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
+from tracewire_engine.worker.request_book import token_index
 
 from .accounts import Accounts, has_files
 from .earlier_stages import EarlierStages
@@ -269,16 +270,10 @@ class HostedBlocks:
             scheduled: how many tokens the step has of each request.
             order: the requests of the step, in the order of the batch.
         """
-
-        def index_of(request_id: str) -> int:
-            state = states[request_id]
-            index: int = state.num_computed_tokens + scheduled[request_id] - state.num_prompt_tokens
-            return index
-
         if self._ahead:
             self._ahead = False
             return self.active
-        return self.begin(scheduled, order, index_of)
+        return self.begin(scheduled, order, lambda name: token_index(states[name], scheduled[name]))
 
     def pass_by(self, locations: Collection[str]) -> bool:
         """Count these locations as passed, if no block wants anything there. Returns whether none does."""

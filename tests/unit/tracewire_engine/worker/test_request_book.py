@@ -11,7 +11,7 @@ from nnsight.intervention.interleaver import Event
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.worker.blocks.request import Request
-from tracewire_engine.worker.request_book import RequestBook, end_waiting
+from tracewire_engine.worker.request_book import RequestBook, end_waiting, token_index
 
 
 class Mediator(SimpleNamespace):
@@ -154,3 +154,11 @@ def test_a_loop_over_steps_ends_with_its_request_and_another_wait_is_an_error() 
 def test_a_block_that_has_ended_is_not_ended_again() -> None:
     for block in (SimpleNamespace(alive=False), SimpleNamespace(alive=True, pending=None)):
         end_waiting(block)  # type: ignore[arg-type]
+
+
+def test_a_step_samples_a_token_behind_all_that_it_computes() -> None:
+    def index(computed: int, tokens: int) -> int:
+        return token_index(SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=9), tokens)
+
+    # A prompt in two chunks, then the tokens behind the first.
+    assert [index(0, 4), index(4, 5), index(9, 1), index(10, 1)] == [-5, 0, 1, 2]
