@@ -114,7 +114,8 @@ async def test_another_engine_says_whether_it_is_the_same(
     _change(folders[1])
     found = {}
     for folder in folders:
-        with started_engine(engine_bus, tmp_path, "--name", folder.name, model=str(folder)) as engine:
+        options = ("--name", folder.name, "--kv-cache-memory-bytes", str(256 << 20))
+        with started_engine(engine_bus, tmp_path, *options, model=str(folder)) as engine:
             # No bound here: how long an engine starts is a matter of the machine. pytest ends the test in the end.
             await anyio.to_thread.run_sync(engine.wait_ready)
             with anyio.fail_after(PATIENCE):
