@@ -375,6 +375,14 @@ def test_hosts() -> None:
     above_zero(found, "host_mb", "step_ms", "hosts_running")
 
 
+def test_host_steps() -> None:
+    found = figures("host_steps", "--traces", "12", "--steps", "5", "--rounds", "1")
+    assert found.keys() == {"1", "2"}
+    for one in found.values():
+        above_zero(one, "to_plain", "least", "most")
+        assert one["least"] <= one["to_plain"] <= one["most"]
+
+
 def test_starts() -> None:
     found = figures("starts", "--no-up", "--rounds", "1")["commands"]
     assert found["tracewire --version"]["cpu_ms"] >= found["python -c pass"]["cpu_ms"] > 0

@@ -111,6 +111,7 @@ class HostedModel:
         pool: HostPool | None = None,
         others: RankLink | None = None,
         earlier: EarlierStages | None = None,
+        most_hosts: int | None = None,
     ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
@@ -123,6 +124,8 @@ class HostedModel:
         self.hosts = HostedBlocks(
             self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s, others, earlier
         )
+        if most_hosts is not None:
+            self.hosts._hosts._most = most_hosts
         self.outcomes: dict[str, Outcome] = {}
 
     def open(
