@@ -33,7 +33,7 @@ FEW = [
 ]
 
 #: How many blocks the short run of the fuzz has.
-BLOCKS = 24
+BLOCKS = 48
 
 
 @pytest.mark.usefixtures("starts_engine")

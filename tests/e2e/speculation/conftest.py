@@ -15,7 +15,7 @@ from tests.support.speculation import NGRAM
 from tracewire import Client, Model
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 async def drafted(starts_engine: None) -> AsyncIterator[tuple[Any, str]]:
     """An engine that drafts by n-grams."""
     async with engine_inside(speculative_config=NGRAM, max_num_seqs=64, kv_cache_memory_bytes=256 << 20) as served:

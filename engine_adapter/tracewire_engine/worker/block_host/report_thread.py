@@ -251,7 +251,8 @@ class ReportThread:
         for descriptor, one in list(self._hosts.items()):
             if one is host:
                 del self._hosts[descriptor]
-                self._epoll.unregister(descriptor)
+                with contextlib.suppress(OSError):  # it is closed, and not watched any more
+                    self._epoll.unregister(descriptor)
 
     def _close(self, host: BlockHost) -> None:
         self._unwatch(host)
