@@ -123,7 +123,8 @@ async def test_the_code_for_those_who_come_from_other_libraries(
     assert normalized[0].argmax() == 10
     assert abs(normalized[-1, -1] - 1) < 0.1
     watched = scope["saved"].to_numpy("watched")
-    assert watched[12:].mean() > watched[:9].mean()
+    # When the change takes effect is a matter of the machine.
+    assert watched[-12:].mean() > watched[:9].mean()
     assert "residual(" in capsys.readouterr().out
 
 
