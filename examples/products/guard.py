@@ -54,7 +54,7 @@ async def main(trace_id: str | None, limit: float, reply: str | None) -> None:
         ):
             group.create_task(guard(client, trace.id, limit, reply))
             async for item in trace:
-                if item.type == "output" and item.index == 24:
+                if item.type == "output" and item.index <= 24 < item.index + len(item.token_ids):
                     await trace.steer(alpha=20.0)
                 elif item.type in ("paused", "resumed", "steered"):
                     print(f"  the trace was {item.type}", flush=True)

@@ -173,4 +173,4 @@ async def test_the_code_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     with anyio.fail_after(PATIENCE):
         await run_page(ROOT / "docs" / "recorder.md", {"client": client, "direction": direction(model)})
-    assert "all 32 tokens are the same" in capsys.readouterr().out
+    assert "all 96 tokens are the same" in capsys.readouterr().out
