@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -31,7 +31,6 @@ while True:
     pass
 """
 
-#: And not this one.
 #: C code, which lets no handler of Python's run.
 COUNTS = """
 h = model.model.layers[1].output[0]
@@ -39,6 +38,7 @@ h[:] = 0
 sum(range(10**12))
 """
 
+#: It catches what interrupts it.
 STUCK = """
 h = model.model.layers[1].output[0]
 h[:] = 0
@@ -59,17 +59,22 @@ def served() -> Iterator[HostedModel]:
     model.close()
 
 
-def test_blocks_that_take_too_long_end_with_an_error_and_others_go_on(served: HostedModel) -> None:
+# One at a time: blocks that wait for a core are interrupted before they come to their loops.
+@pytest.mark.parametrize(
+    ("block", "lines"), [(LOOPS, (4,)), (STUCK, range(4, 10)), (COUNTS, (4,))], ids=["loops", "stuck", "counts"]
+)
+def test_a_block_that_takes_too_long_ends_with_an_error_and_others_go_on(
+    served: HostedModel, block: str, lines: Sequence[int]
+) -> None:
     impatient = HostedModel(step_s=4.0, pool=served.pool)
-    found = impatient.run({"loops": LOOPS, "stuck": STUCK, "counts": COUNTS, "reads": READS, "later": LATER})
-    for name, lines in (("loops", (4,)), ("stuck", range(4, 10)), ("counts", (4,))):
-        finish = found[name].finish
-        assert finish is not None
-        assert finish.error is not None
-        assert finish.error.type == "BlockTimeout"
-        assert finish.error.line in lines
-        assert finish.error.filename == "mine.py"
-    # They have used up the time of the step in which "later" is waited for.
+    found = impatient.run({"slow": block, "reads": READS, "later": LATER})
+    finish = found["slow"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert finish.error.type == "BlockTimeout"
+    assert finish.error.line in lines
+    assert finish.error.filename == "mine.py"
+    # It has used up the time of the step in which "later" is waited for.
     assert [len(found[name].saves["hidden"]) for name in ("reads", "later")] == [3, 3]
 
 
