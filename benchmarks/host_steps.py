@@ -23,14 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.hosts import READS
 from benchmarks.processes import at_least, show
 from tests.support.hosted_model import HostedModel
-
-READS = """
-kept = [].save()
-for step in tracer.iter[:]:
-    kept.append(model.model.layers[1].output[0].clone())
-"""
 
 
 def _compute(operations: int) -> None:
