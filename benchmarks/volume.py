@@ -1,13 +1,14 @@
 """How the cost of watching grows with volume: requests, layers, and the way in which values are read.
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
-        [--ways block declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
+        [--ways block writing declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
         [--adapters N] [--subscribers N] [--blocks host] [--model-runner second]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
 - *block*: a block appends the last position of each layer to a list, in every step; with `--blocks host`, in a process
   of its own;
+- *writing*, if it is asked for: a block scales the output of each layer, and appends its last position;
 - *declared*: a `Probe` of each layer reads the same;
 - *steered*: each layer has a probe with a vector, and a vector is added to it;
 - *none*: requests without interventions, over the bus.
@@ -57,7 +58,7 @@ from benchmarks.side_by_side import (
 )
 
 #: What a workload saves, by way.
-SAVES = {"block": "last", "declared": "declared:last", "steered": "steered", "none": "none"}
+SAVES = {"block": "last", "declared": "declared:last", "steered": "steered", "none": "none", "writing": "writing"}
 #: Bytes of the entries by which Redis's limit is measured.
 ENTRIES = (512, 4096, 65536)
 #: How many bytes of a stream are kept while that limit is measured.
@@ -179,13 +180,6 @@ async def cell(
                     found[way].append(answer)
             if number:
                 base.append(first)
-    for way in ways if options.profile else ():
-        name = f"{way}-{workload['concurrency']}-{len(workload['layers'])}"
-        async with turn(options.turns):
-            with profiled(options.profile, name, engines.engine):
-                longer = {**workload, "saves": SAVES[way], "tokens": 3 * workload["tokens"]}
-                await engines.watched(longer)
-            await engines.drop_streams()
     return [
         {
             "way": way,
@@ -196,6 +190,19 @@ async def cell(
         }
         for way, rounds in found.items()
     ]
+
+
+async def record_profiles(
+    engines: SideBySide, workload: dict[str, Any], ways: list[str], options: argparse.Namespace
+) -> None:
+    """Have py-spy record one more round of each way, of three times as many tokens."""
+    for way in ways:
+        name = f"{way}-{workload['concurrency']}-{len(workload['layers'])}"
+        async with turn(options.turns):
+            with profiled(options.profile, name, engines.engine):
+                longer = {**workload, "saves": SAVES[way], "tokens": 3 * workload["tokens"]}
+                await engines.watched(longer)
+            await engines.drop_streams()
 
 
 def growth(latencies: list[float]) -> float:
@@ -234,6 +241,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     cells += await cell(engines, workload, ways, options)
                     for one in cells[-len(ways) :]:
                         print(json.dumps(one), file=sys.stderr, flush=True)
+                    if options.profile:
+                        await record_profiles(engines, workload, ways, options)
     return {
         **described(options),
         "blocks": options.blocks,
@@ -254,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser, requests=[1, 8, 32, 128, 256, 512], rounds=8, settle=1.5)
     parser.add_argument("--layers", nargs="+", default=["1", "4", "all"], metavar="N|all")
-    parser.add_argument("--ways", nargs="+", choices=list(SAVES), default=list(SAVES))
+    parser.add_argument("--ways", nargs="+", choices=list(SAVES), default=["block", "declared", "steered", "none"])
     parser.add_argument("--seconds", type=float, default=2.0, help="for which Redis's limit is measured, about")
     parser.add_argument(
         "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"

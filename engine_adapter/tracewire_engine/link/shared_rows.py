@@ -12,11 +12,21 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tracewire_engine.protocol.block_host import Shape, Shared
 
-__all__ = ["OPAQUE", "CopiedRows", "RowBytes", "RowMemory", "SharedValueError", "pack_value", "unpack_value"]
+__all__ = [
+    "OPAQUE",
+    "CopiedRows",
+    "RowBytes",
+    "RowMemory",
+    "SharedValueError",
+    "aligned",
+    "pack_value",
+    "unpack_value",
+]
 
 #: Where a tensor may begin: at multiples of this.
 _ALIGNED = 64
@@ -38,6 +48,11 @@ _DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
+
+
+def aligned(size: int) -> int:
+    """The bytes that a tensor of `size` bytes takes, with those before the next one."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class SharedValueError(ValueError):
@@ -98,7 +113,7 @@ class CopiedRows:
         """Add a tensor that lies on the CPU, and return where it lies among the bytes."""
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         start = self._size
-        self._size += -(-flat.numel() // _ALIGNED) * _ALIGNED
+        self._size += aligned(flat.numel())
         self._pieces += [flat, torch.empty(self._size - start - flat.numel(), dtype=torch.uint8)]
         return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
 
@@ -131,7 +146,7 @@ class RowMemory(RowBytes):
 
     def room(self, size: int) -> int | None:
         """Where `size` bytes can be written: the first byte. `None` while the reader still needs too many others."""
-        size = -(-size // _ALIGNED) * _ALIGNED
+        size = aligned(size)
         if self.taken == self.returned:
             self._next = 0
         held = self.taken - self.returned
@@ -159,6 +174,16 @@ class RowMemory(RowBytes):
     def put(self, data: memoryview, start: int) -> None:
         """Copy bytes to byte `start` and on."""
         self._map[start : start + len(data)] = data
+
+    def put_rows(self, rows: np.ndarray[Any, Any], start: int, size: int) -> None:
+        """Copy rows of several tensors to byte `start` and on.
+
+        Args:
+            rows: bytes, by tensor, row, and byte of the row.
+            start: the first byte.
+            size: from one tensor's first byte to the next one's.
+        """
+        np.ndarray(rows.shape, np.uint8, self._map, start, (size, rows.shape[2], 1))[...] = rows
 
     def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
         """Whether a tensor has the very bytes that lie there, NaN included."""

@@ -24,7 +24,8 @@ from tracewire_engine.protocol.keys import BLOCK_ARG
 
 from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
-from .rows import SharedRows, StepRows
+from .rows import NoRoom, SharedRows, StepRows
+from .staged_step import HostRows, HostShare, Reading
 from .untrusted_reports import UntrustedReports
 
 __all__ = ["BlockHost", "HostedRequest", "HostedTrace", "LateTurn"]
@@ -73,15 +74,25 @@ class HostedTrace:
 
 
 class LateTurn:
-    """A turn of a host, and its rows that are on their way from a GPU."""
+    """A turn of a host that is sent later, and its rows, which may be on their way from a GPU."""
 
-    def __init__(self, host: BlockHost, message: bytes, late: list[LateRows]) -> None:
-        self.host, self._message, self._late = host, message, late
+    def __init__(self, host: BlockHost, turn: Turn, late: list[LateRows | HostRows]) -> None:
+        self.host, self._turn, self._late = host, turn, late
+        #: How many turns it is, as `join` has made it; and since when it waits.
+        self.turns, self.since = 1, time.monotonic()
 
     @property
     def ready(self) -> bool:
         """Whether `send` does not wait."""
         return all(rows.done for rows in self._late)
+
+    def join(self, later: LateTurn) -> None:
+        """Take the host's next turn into this one."""
+        self._turn.events += later._turn.events
+        self._turn.names += later._turn.names
+        self._turn.mark = later._turn.mark
+        self._late += later._late
+        self.turns += later.turns
 
     def send(self) -> None:
         """Send it. Waits for what is on its way.
@@ -89,9 +100,13 @@ class LateTurn:
         Raises:
             ChannelClosed: the host is gone.
         """
+        host = self.host
         for rows in self._late:
-            rows.arrive(self.host.process.given)
-        self.host.calls.send(self._message)
+            rows.arrive(host.process.given)
+        if host.turns == host.taken:
+            host.owes_since = time.monotonic()
+        host.turns += 1
+        host.calls.send(_encode(self._turn))
 
 
 class BlockHost:
@@ -143,7 +158,7 @@ class BlockHost:
         self._names = self._passed = 0
         #: Rows of the next turn that are on their way from a GPU; how many turns had to wait for theirs, which the
         #: model's thread counts; and how many of these were sent.
-        self._late: list[LateRows] = []
+        self._late: list[LateRows | HostRows] = []
         self.late_turns = self.late_sent = 0
 
     # --- its traces ---------------------------------------------------------------------------------------------------
@@ -250,6 +265,25 @@ class BlockHost:
         self._passed = len(passed) + 1
         self.shared = shared
 
+    def read(self, share: HostShare, readings: list[Reading], passed: Any) -> None:
+        """Tell it its traces' rows of what the step has reached.
+
+        Args:
+            share: what it gets of the step.
+            readings: one of the share's parts.
+            passed: the numbers of the locations that the model has passed in the step.
+
+        Raises:
+            NoRoom: the host has not read enough of what was shared before.
+        """
+        given = share.give(readings, self.process.given, passed, self._passed)
+        if given is None:
+            raise NoRoom
+        events, rows = given
+        self._events += events
+        self._late.append(rows)
+        self._passed = readings[-1].passed + 1
+
     def end(self, passed: Any) -> None:
         """End the step."""
         self.shared = None
@@ -269,12 +303,13 @@ class BlockHost:
         """Whether turns wait for their rows."""
         return self.late_turns != self.late_sent
 
-    def send(self, names: list[str], *, waits: bool) -> LateTurn | None:
+    def send(self, names: list[str], *, waits: bool, later: bool = False) -> LateTurn | None:
         """Send a turn, if nothing of it is on its way from a GPU, and no turn before it waits for that.
 
         Args:
             names: of all locations that any event has numbered.
             waits: whether a reply is wanted. Then this waits for what is on its way.
+            later: whether the turn may be sent together with the next one.
 
         Returns:
             The turn, if it is not sent yet.
@@ -284,12 +319,9 @@ class BlockHost:
         """
         turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
         self._events, self._names = [], len(names)
-        if self.turns == self.taken:
-            self.owes_since = time.monotonic()
-        self.turns += 1
-        made = LateTurn(self, _encode(turn), self._late)
+        made = LateTurn(self, turn, self._late)
         self._late = []
-        if not waits and (self.queued or not made.ready):
+        if not waits and (later or self.queued or not made.ready):
             return made
         made.send()
         return None

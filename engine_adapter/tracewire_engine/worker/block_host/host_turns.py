@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from .late_copies import LateCopies
 from .rank_link import Edit, edit_of
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom
+from .staged_step import StagedStep
 
 __all__ = ["HostTurns"]
 
@@ -83,10 +85,26 @@ class HostTurns:
     def _share(
         self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
     ) -> None:
+        def reach() -> None:
+            host.reach(location, value, self.passed, by_request=by_request, copies=copies)
+
+        self._with_room(host, location, reach)
+
+    def give(self, hosts: Iterable[BlockHost], step: StagedStep) -> None:
+        """Tell hosts what the step has reached."""
+        step.seal()
+        for host in hosts:
+            if host.failure is None and host.rows is not None:
+                share = step.share_of(host, host.rows)
+                for readings in share.parts():
+                    self._with_room(host, readings[0].location, partial(host.read, share, readings, self.passed))
+
+    def _with_room(self, host: BlockHost, location: str, share: Callable[[], None]) -> None:
+        """Share something with a host, as soon as it has room for it."""
         began = time.monotonic()
         while host.failure is None:
             try:
-                host.reach(location, value, self.passed, by_request=by_request, copies=copies)
+                share()
                 return
             except NoRoom:
                 if host.untold:  # the rows of this step take more than is shared
@@ -98,13 +116,22 @@ class HostTurns:
                 else:
                     self._reports.wait_for_reports(left)
             except Exception as error:  # it costs the host, not the engine
-                why = f"{location} cannot be shared: {type(error).__name__}: {error}"
-                self.fail(host, lost(why, len(host.traces)))
+                self.misshared(host, location, error)
         spent = time.monotonic() - began
         self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
 
-    def send(self, host: BlockHost, *, waits: bool = False) -> bool:
+    def misshared(self, host: BlockHost, location: str, error: Exception) -> None:
+        """End a host that needs a value that cannot be shared."""
+        why = f"{location} cannot be shared: {type(error).__name__}: {error}"
+        self.fail(host, lost(why, len(host.traces)))
+
+    def send(self, host: BlockHost, *, waits: bool = False, later: bool = False) -> bool:
         """Send a host what it has not been told, and whether the model waits for its reply.
+
+        Args:
+            host: of blocks.
+            waits: whether the model waits.
+            later: whether it may be told together with what comes next.
 
         Returns:
             Whether the host is there.
@@ -112,12 +139,12 @@ class HostTurns:
         if waits:
             self._reports.wait_for(host)
         try:
-            later = host.send(self._names, waits=waits)
+            turn = host.send(self._names, waits=waits, later=later)
         except ChannelClosed:
             self.fail(host, lost("", len(host.traces)))
             return False
-        if later is not None:
-            self._reports.send_later(later)
+        if turn is not None:
+            self._reports.send_later(turn)
         return True
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
-from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Steered
+from tracewire_engine.protocol.block_host import SOURCE, Arrived, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
 from tracewire_engine.worker.request_book import token_index
 
@@ -32,12 +32,16 @@ from .rank_link import RankLink, Served, StepBegan, StepWatch
 from .reading import ModelPaths
 from .report_thread import ReportThread
 from .rows import StepRows
+from .staged_step import StagedStep
 from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
 
 #: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
 _IDLE_S = 120.0
+
+#: How many bytes of values are staged before hosts are told of them within a step.
+_MOST_STAGED = 64 << 20
 
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _encode = msgspec.msgpack.Encoder().encode
@@ -90,8 +94,12 @@ class HostedBlocks:
         #: Traces of which no request is left, although the worker may still see others of theirs.
         self._idle: dict[str, HostedTrace] = {}
         #: The hosts of the step, and by location those that want something there.
+        self._layout: _Layout | None = None
         self._active: list[BlockHost] = []
         self._watching: dict[str, list[BlockHost]] = {}
+        #: What the step has reached that hosts read which the model does not wait for; and how many bytes that were.
+        self._staged: StagedStep | None = None
+        self._expected = 0
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -131,6 +139,7 @@ class HostedBlocks:
             if found.host.add(found):
                 known = self.traces[name] = found
         self._idle.pop(name, None)
+        self._layout = None
         taken = HostedRequest(known, request_id, request.engine_id, request.index)
         known.host.take_request(taken, Arrived(request_id, arguments, list(reserved)), account.reads)
         if SHARED_ARG in arguments:
@@ -146,6 +155,7 @@ class HostedBlocks:
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
+        self._layout = None
         host = trace.host
         if host.failure is None:
             if any(one.id == request_id for one in host.new):
@@ -229,12 +239,15 @@ class HostedBlocks:
         if not self._of and not told:
             return False
         self._reports.between_steps()
-        spans, rows = _shares(scheduled, present, index_of, self._of)
-        self._active = list(spans)
+        if self._layout is None or not self._layout.is_of(scheduled, present):
+            self._layout = _Layout(scheduled, present, self._of)
+        layout = self._layout
+        self._active = [host for host in layout.requests if host.failure is None]
         waiting = []
         for host in self._active:
             before, new = host.present, host.new
-            host.begin(spans[host], rows[host])
+            spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
+            host.begin(spans, layout.rows[host])
             if host.reads is None:
                 # The last reply said nothing of requests that were not in its step.
                 if host.begins or not host.present <= before:
@@ -305,7 +318,7 @@ class HostedBlocks:
             self._turns.passed.append(number)
             return value
         self._take_earlier()
-        waiting = self._turns.share_with(watching, location, value, LateCopies() if self._on_gpu else None, by_request)
+        waiting = self._share(location, value, watching, by_request=by_request)
         self._turns.passed.append(number)
         # A change that the other ranks are not told of would part them.
         assert told or not waiting or self._others is None
@@ -314,13 +327,50 @@ class HostedBlocks:
             value = merged(value, left, self._turns.misfit)
         return value
 
+    def _share(self, location: str, value: Any, watching: Sequence[BlockHost], *, by_request: bool) -> list[BlockHost]:
+        """Share a value with these hosts. Returns those for which the model waits."""
+        readers = [host for host in watching if host.reads is not None]
+        if readers:
+            self._stage(location, value, readers, by_request=by_request)
+            watching = [host for host in watching if host.reads is None]
+        copies = LateCopies() if self._on_gpu else None
+        return self._turns.share_with(watching, location, value, copies, by_request) if watching else []
+
+    def _stage(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
+        """Stage a value for hosts for which the model does not wait."""
+        if self._staged is None:
+            rows = [host.rows for host in self._active if host.reads is not None and host.rows is not None]
+            self._staged = StagedStep(rows, pinned=self._on_gpu, expected=self._expected)
+        passed, inside = len(self._turns.passed), f".{SOURCE}." in location
+        try:
+            self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside)
+        except Exception as error:  # it costs the hosts, not the engine
+            for host in readers:
+                self._turns.misshared(host, location, error)
+        if self._staged.size > _MOST_STAGED:
+            self._give_staged(wait=True)
+
+    def _give_staged(self, *, wait: bool = False) -> None:
+        """Tell the hosts what is staged, and perhaps wait until they can have it."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        readers = [host for host in self._active if host.reads is not None]
+        self._expected = staged.size
+        self._turns.give(readers, staged)
+        staged.leave()
+        for host in readers if wait else ():
+            if host.failure is None and self._turns.send(host):
+                self._reports.wait_for(host)
+
     def end(self) -> None:
         """End the step: the hosts report it."""
         self._take_earlier()
+        self._give_staged()
         for host in self._active:
             if host.failure is None:
                 host.end(self._turns.passed)
-                self._turns.send(host)
+                self._turns.send(host, later=host.reads is not None and self._reports.short)
         self._active, self._watching = [], {}
 
     def _take_earlier(self) -> None:
@@ -383,32 +433,34 @@ class HostedBlocks:
         return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
 
 
-def _shares(
-    scheduled: dict[str, int], present: list[str], index_of: Callable[[str], int], traces: Mapping[str, HostedTrace]
-) -> tuple[dict[BlockHost, list[tuple[str, int, int]]], dict[BlockHost, StepRows]]:
-    """The requests of a step that each host has (see `Began`), and their rows.
+class _Layout:
+    """Which requests of a step each host has, and where their rows lie.
 
     Args:
         scheduled: the number of tokens of each request.
         present: the requests of the step, in the order of the rows.
-        index_of: gives the index of the token that a request samples in this step.
         traces: by the scheduler's id, the trace of each request with blocks.
     """
-    shares: dict[BlockHost, tuple[list[tuple[str, int, int]], list[tuple[int, int]], list[int]]] = {}
-    start = 0
-    for place, request_id in enumerate(present):
-        count = scheduled[request_id]
-        trace = traces.get(request_id)
-        if trace is not None and (host := trace.host).failure is None:
-            share = shares.get(host)
-            if share is None:
-                share = shares[host] = [], [], []
-            share[0].append((request_id, count, index_of(request_id)))
-            share[1].append((start, count))
-            share[2].append(place)
-        start += count
-    spans = {host: share[0] for host, share in shares.items()}
-    return spans, {host: StepRows(share[1], share[2], start, len(present)) for host, share in shares.items()}
+
+    def __init__(self, scheduled: dict[str, int], present: list[str], traces: Mapping[str, HostedTrace]) -> None:
+        self._key = present, [scheduled[request_id] for request_id in present]
+        requests: dict[BlockHost, list[tuple[str, int]]] = {}
+        spans: dict[BlockHost, list[tuple[int, int]]] = {}
+        places: dict[BlockHost, list[int]] = {}
+        start = 0
+        for place, (request_id, count) in enumerate(zip(*self._key, strict=True)):
+            trace = traces.get(request_id)
+            if trace is not None:
+                requests.setdefault(trace.host, []).append((request_id, count))
+                spans.setdefault(trace.host, []).append((start, count))
+                places.setdefault(trace.host, []).append(place)
+            start += count
+        self.requests = requests
+        self.rows = {host: StepRows(spans[host], places[host], start, len(present)) for host in requests}
+
+    def is_of(self, scheduled: dict[str, int], present: list[str]) -> bool:
+        """Whether a step is laid out so, if the traces are the same."""
+        return present == self._key[0] and [scheduled[request_id] for request_id in present] == self._key[1]
 
 
 def valid_samples(served: torch.Tensor, drawn: torch.Tensor, size: int) -> torch.Tensor:

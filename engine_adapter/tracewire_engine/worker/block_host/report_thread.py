@@ -62,6 +62,9 @@ _GATHER_S, _GATHERED = 0.0002, 3
 #: long the model's thread waits at once for a host that has to read more of its rows.
 _STEP_S, _WAIT_S = 0.005, 0.005
 
+#: How long a step takes at least of which hosts are told at once, and how long shorter ones may wait, in seconds.
+_LONG_S, _HELD_S = 0.004, 0.003
+
 #: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
 IDLE_S, IDLE = 60.0, 8
 
@@ -87,7 +90,9 @@ class ReportThread:
         #: Held by the thread that does the work.
         self._working = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        #: Turns whose rows were on their way from a GPU, in their order.
+        #: Whether the last step was short, so that a host may be told of it together with the next one.
+        self.short = False
+        #: Turns that are sent later, in their order.
         self._late: deque[LateTurn] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll = select.epoll()
@@ -97,7 +102,7 @@ class ReportThread:
         self._large: set[str] = set()
         #: What is sent next; when hosts are looked at next; and until when the model's thread does the rest.
         self._unsent: list[Report] = []
-        self._look_at = self._left_until = 0.0
+        self._look_at = self._left_until = self._began_at = 0.0
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
 
     def watch(self, host: BlockHost) -> None:
@@ -117,10 +122,11 @@ class ReportThread:
         self.do(lambda: self._close_if_over(trace))
 
     def send_later(self, turn: LateTurn) -> None:
-        """Send a host's turn when its rows are on the host (`BlockHost.send`)."""
+        """Send a host's turn when its rows are on the host (`BlockHost.send`), perhaps with the host's next one."""
         turn.host.late_turns += 1
         self._late.append(turn)
-        os.eventfd_write(self._wake, 1)
+        if len(self._late) == 1:
+            os.eventfd_write(self._wake, 1)
 
     def wait_for(self, host: BlockHost) -> None:
         """Wait until no turn of a host waits for its rows."""
@@ -137,10 +143,13 @@ class ReportThread:
 
     def between_steps(self) -> None:
         """Do what there is to do now, before a step. The thread leaves its work to the next call if that comes soon."""
-        self._left_until = time.monotonic() + _STEP_S
+        now = time.monotonic()
+        self.short = now - self._began_at < _LONG_S
+        self._began_at, self._left_until = now, now + _STEP_S
         if self._working.acquire(blocking=False):
             try:
-                self._send_late(wait=False)
+                if self._late and (not self.short or now - self._late[0].since >= _HELD_S):
+                    self._send_late(wait=False)
                 self._handle(self._epoll.poll(0))
                 self._send_gathered()
             finally:
@@ -230,17 +239,22 @@ class ReportThread:
             self._jobs.get()()
 
     def _send_late(self, *, wait: bool) -> None:
-        """Send the turns whose rows are on the host, or all turns if this may wait for rows."""
+        """Send the turns whose rows are on the host, or all turns if this may wait for rows: each host's as one."""
+        turns: dict[BlockHost, LateTurn] = {}
         while self._late and (wait or self._late[0].ready):
             turn = self._late.popleft()
+            first = turns.setdefault(turn.host, turn)
+            if first is not turn:
+                first.join(turn)
+        for host, turn in turns.items():
             try:
                 turn.send()
             except Exception as error:  # it costs the host, not the engine
                 why = "" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}"
-                turn.host.fail(lost(why, len(turn.host.traces)))
-                self._lose(turn.host)
+                host.fail(lost(why, len(host.traces)))
+                self._lose(host)
             finally:
-                turn.host.late_sent += 1
+                host.late_sent += turn.turns
 
     def _watch(self, host: BlockHost) -> None:
         descriptor = host.process.reports.fileno()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from nnsight.intervention.source import NO_SKIP
 from nnsight.util import apply
@@ -14,7 +15,7 @@ from tracewire_engine.protocol.block_host import Reply, Shape, Shared
 
 from .late_copies import LateCopies, LateRows
 
-__all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans"]
+__all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans", "Withheld"]
 
 
 class NoRoom(BufferError):
@@ -36,22 +37,54 @@ class StepRows:
     def __init__(self, spans: Sequence[tuple[int, int]], places: Sequence[int], total: int, requests: int) -> None:
         self._tokens, self._total = _joined(spans), total
         self._requests, self._count = _joined([(place, 1) for place in places]), requests
+        self._counts: dict[bool, int] = {}
+        self._indices: dict[tuple[int, bool], Any] = {}
         #: The arguments, with which another rank makes the same.
         self.given = StepSpans(list(spans), list(places), total, requests)
 
     def of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, list[tuple[int, int]]] | None:
         """The axis and the spans of the trace's rows; `None` if the tensor has no rows of requests."""
+        place = self.place_of(tensor, by_request=by_request)
+        return None if place is None else (place[0], self._spans(by_request=place[1]))
+
+    def place_of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, bool] | None:
+        """The axis of the rows, and whether each request has one; `None` if the tensor has no rows of requests."""
         if not tensor.ndim:
             return None
         first = tensor.shape[0]
         if first == self._total and not by_request:
-            return 0, self._tokens
+            return 0, False
         # Of a prompt's tokens the head is given only the last.
         if first == self._count:
-            return 0, self._requests
+            return 0, True
         if tensor.ndim >= 2 and first == 1 and tensor.shape[1] == self._total and not by_request:
-            return 1, self._tokens
+            return 1, False
         return None
+
+    def _spans(self, *, by_request: bool) -> list[tuple[int, int]]:
+        return self._requests if by_request else self._tokens
+
+    def count(self, *, by_request: bool) -> int:
+        """How many rows the trace has."""
+        if by_request not in self._counts:
+            self._counts[by_request] = sum([size for _, size in self._spans(by_request=by_request)])
+        return self._counts[by_request]
+
+    def bounds(self, *, by_request: bool) -> tuple[int, int]:
+        """Its first row, and the one behind its last."""
+        spans = self._spans(by_request=by_request)
+        return spans[0][0], sum(spans[-1])
+
+    def index(self, first: int, *, by_request: bool) -> Any:
+        """What takes the trace's rows out of an array whose first row is `first`."""
+        key = first, by_request
+        if key not in self._indices:
+            spans = self._spans(by_request=by_request)
+            if len(spans) == 1:
+                self._indices[key] = slice(spans[0][0] - first, sum(spans[0]) - first)
+            else:
+                self._indices[key] = np.concatenate([np.arange(start, start + size) for start, size in spans]) - first
+        return self._indices[key]
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -16,8 +16,9 @@ from .report_thread import ReportThread
 
 __all__ = ["TenantHosts"]
 
-#: How many traces a host has before the tenant gets another one, and how many of a tenant's hosts there are at most.
-FULL = 8
+#: How many values the traces of a host read in a step, at most, before the tenant gets another one; how many traces it
+#: has before that if their blocks may write; and how many of a tenant's hosts there are at most.
+FULL, FULL_OF_WRITERS = 16, 8
 MOST = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -48,8 +49,8 @@ class TenantHosts:
             return self._started(None)
         kind = tenant, account.reads is not None
         known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=kind[1])]
-        best = min(known, key=lambda host: len(host.traces), default=None)
-        if best is None or (len(best.traces) >= FULL and len(known) < self._most):
+        best = min(known, key=_load, default=None)
+        if best is None or (_load(best) >= 1 and len(known) < self._most):
             self._forget_retired()
             best = self._started(kind)
             known.append(best)
@@ -66,6 +67,14 @@ class TenantHosts:
             self._shared[kind] = [host for host in hosts if not host.retired]
             if not self._shared[kind]:
                 del self._shared[kind]
+
+
+def _load(host: BlockHost) -> float:
+    """How much a host has to do in a step, relative to one that is full."""
+    traces = list(host.traces.values())
+    if host.reads is None:
+        return len(traces) / FULL_OF_WRITERS
+    return sum(max(1, len(trace.reads or ())) for trace in traces) / FULL
 
 
 def _is_open(host: BlockHost, *, reads: bool) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Reported
+from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Generated, Reported, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host import report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
@@ -328,7 +328,7 @@ class Rows:
 def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, known, host, _ = stepping(monkeypatch, 3600.0)
     rows: list[Any] = [Rows(), Rows()]
-    turns = [LateTurn(known, bytes([number]), [one]) for number, one in enumerate(rows)]
+    turns = [LateTurn(known, Turn([Generated(bytes([number]))]), [one]) for number, one in enumerate(rows)]
     calls = HostChannel(host._other[1])
     rows[1].done = True
     for turn in turns:
@@ -339,16 +339,17 @@ def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest
     rows[0].done = True
     while known.queued:
         thread.between_steps()
-    assert (calls.arrived(), known.queued) == ([b"\0", b"\1"], False)
+    (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, calls.arrived())
+    assert (sent.events, known.turns) == ([Generated(b"\0"), Generated(b"\1")], 10)
 
 
 def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, known, host, _ = stepping(monkeypatch, 3600.0)
     late: Any = Rows()
-    thread.send_later(LateTurn(known, b"turn", [late]))
+    thread.send_later(LateTurn(known, Turn([], mark=7), [late]))
     thread.wait_for(known)
     assert late.done
-    assert HostChannel(host._other[1]).arrived() == [b"turn"]
+    assert HostChannel(host._other[1]).arrived() == [msgspec.msgpack.encode(Turn([], mark=7))]
 
 
 def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +359,7 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
 
     thread, known, host, sent = stepping(monkeypatch, 3600.0)
     broken: Any = Broken()
-    thread.send_later(LateTurn(known, b"turn", [broken]))
+    thread.send_later(LateTurn(known, Turn([]), [broken]))
     thread.wait_for(known)
     while sent.reports.empty():
         thread.between_steps()
@@ -366,3 +367,21 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
     assert known.failure is not None
     assert "no such rows" in known.failure.message
     assert (host.killed, known.queued) == (True, False)
+
+
+def test_hosts_are_told_of_short_steps_together_and_of_long_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    calls = HostChannel(host._other[1])
+    monkeypatch.setattr(report_thread, "_HELD_S", 3600.0)
+    monkeypatch.setattr(report_thread, "_LONG_S", 3600.0)
+    for number in range(3):
+        thread.send_later(LateTurn(known, Turn([Generated(bytes([number]))]), []))
+        thread.between_steps()
+        assert thread.short
+    assert (calls.arrived(), known.queued) == ([], True)
+    monkeypatch.setattr(report_thread, "_LONG_S", 0.0)
+    while known.queued:
+        thread.between_steps()
+    assert not thread.short
+    (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, calls.arrived())
+    assert [event.message for event in sent.events] == [b"\0", b"\1", b"\2"]

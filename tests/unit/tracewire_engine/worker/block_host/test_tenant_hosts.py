@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.worker.block_host.host import BlockHost, HostedTrace
 from tracewire_engine.worker.block_host.reading import Account
-from tracewire_engine.worker.block_host.tenant_hosts import FULL, TenantHosts
+from tracewire_engine.worker.block_host.tenant_hosts import FULL, FULL_OF_WRITERS, TenantHosts
 
 READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, computes=True), Account()
 
@@ -60,6 +62,18 @@ def test_a_tenant_with_many_traces_has_more_hosts_up_to_a_limit() -> None:
     found, _ = hosts(most=2)
     taken = [take(found, "t", READS, str(number)) for number in range(4 * FULL)]
     assert {len(host.traces) for host in taken} == {2 * FULL}
+
+
+@pytest.mark.parametrize(("reads", "size"), [(frozenset(map(str, range(5))), 4), (None, FULL_OF_WRITERS)])
+def test_a_host_is_full_by_what_its_blocks_do_in_a_step(reads: frozenset[str] | None, size: int) -> None:
+    found, _ = hosts(most=9)
+    account, sizes = Account(reads, computes=True), []
+    for number in range(3 * size):
+        host = take(found, "t", account, str(number))
+        host.traces[str(number)].reads = reads
+        host.reads = reads
+        sizes.append(len(host.traces))
+    assert sizes == [*range(1, size + 1)] * 3
 
 
 def test_a_host_that_is_of_no_use_takes_no_trace() -> None:

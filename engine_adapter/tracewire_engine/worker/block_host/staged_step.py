@@ -1,0 +1,369 @@
+"""Brings what a step reaches to the hosts whose blocks only read, without a wait of the model.
+
+A value is copied once for all of these hosts: on a GPU to pinned memory, while the model goes on. When the step ends,
+each host gets its rows of all values with one message, and values of one form are copied to its memory together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from nnsight.intervention.source import NO_SKIP
+from nnsight.util import apply
+
+from tracewire_engine.link.shared_rows import RowMemory, aligned, pack_value
+from tracewire_engine.protocol.block_host import Reached, Shape, Shared
+
+from .rows import StepRows, Withheld
+
+__all__ = ["HostRows", "HostShare", "Reading", "StagedStep"]
+
+#: The smallest buffer for values, and the largest that is kept for later steps, in bytes.
+_LEAST, _MOST_KEPT = 1 << 20, 64 << 20
+
+#: How many bytes of a host's rows one message tells of at most, unless a single value has more.
+_TOLD = 16 << 20
+
+#: How many views of its memory a buffer keeps for later steps.
+_VIEWS = 1024
+
+
+class _Buffer:
+    """Host memory, pinned if there is a GPU."""
+
+    _free: ClassVar[dict[tuple[int, bool], list[_Buffer]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size, self.pinned = size, pinned
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        #: The same memory.
+        self.array = self._bytes.numpy()
+        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
+
+    @classmethod
+    def take(cls, size: int, *, pinned: bool) -> _Buffer:
+        """A buffer of at least `size` bytes."""
+        size = max(_LEAST, 1 << (size - 1).bit_length())
+        with cls._lock:
+            free = cls._free.get((size, pinned))
+            if free:
+                return free.pop()
+        return cls(size, pinned=pinned)
+
+    def give_back(self) -> None:
+        """Keep it for later steps."""
+        if self.size <= _MOST_KEPT:
+            with self._lock:
+                self._free.setdefault((self.size, self.pinned), []).append(self)
+
+    def copy(self, tensor: torch.Tensor, start: int) -> None:
+        """Copy a tensor's elements to byte `start` and on. On a GPU, begin to."""
+        key = start, tensor.dtype, tensor.shape
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._views[key] = view
+        view.copy_(tensor, non_blocking=True)
+
+
+class _Form:
+    """What tensors have in common whose rows a host gets in one go.
+
+    Args:
+        tensor: one of them.
+        axis: of its rows; -1 if it has no row of each token or request.
+        by_request: whether it has a row of each request.
+        buffer: where it is copied to.
+        row: the bytes of a row.
+        count: how many rows are copied.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, axis: int, buffer: _Buffer, row: int, count: int, *, by_request: bool
+    ) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.axis, self.by_request, self.buffer, self.row, self.count = axis, by_request, buffer, row, count
+
+
+class _Fit(NamedTuple):
+    """The rows of a host in tensors of one form: their bytes in its memory, their shape, and what takes them out."""
+
+    size: int
+    shape: tuple[int, ...]
+    index: Any
+
+
+class _Staged(NamedTuple):
+    """A tensor of a value: its form, and its first byte in the buffer."""
+
+    form: _Form
+    start: int
+
+
+class Reading(NamedTuple):
+    """A value that the step has reached, and the hosts that want their rows of it.
+
+    Attributes:
+        passed: how many locations the model had passed before.
+        by_request: as in `Reached`.
+    """
+
+    location: str
+    skeleton: Any
+    tensors: list[_Staged]
+    passed: int
+    by_request: bool
+    hosts: Sequence[Any]
+
+
+class StagedStep:
+    """The values that a step reaches, for the hosts whose blocks only read.
+
+    Args:
+        rows: those of each of the hosts.
+        pinned: whether values may lie on a GPU.
+        expected: how many bytes it may come to.
+    """
+
+    def __init__(self, rows: Sequence[StepRows], *, pinned: bool, expected: int = 0) -> None:
+        self._rows, self._pinned, self._expected = rows[0], pinned, expected
+        bounds = [[one.bounds(by_request=by_request) for one in rows] for by_request in (False, True)]
+        #: The first row that any host has, and the last one, by `by_request`.
+        self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
+        self.readings: list[Reading] = []
+        self._buffers: list[_Buffer] = []
+        self._forms: dict[Any, _Form] = {}
+        self._next = 0
+        #: How many bytes are staged.
+        self.size = 0
+        self._copied: torch.cuda.Event | None = None
+        self._users, self._done = 1, not pinned
+        self._lock = threading.Lock()
+
+    # --- what the step reaches ----------------------------------------------------------------------------------------
+
+    def reach(
+        self, location: str, value: Any, hosts: Sequence[Any], passed: int, *, by_request: bool, rows_only: bool
+    ) -> None:
+        """Take a value.
+
+        Args:
+            location: where the model has reached it.
+            value: the model's, which may change later.
+            hosts: that want their rows of it.
+            passed: how many locations the model has passed in the step.
+            by_request: as in `Reached`.
+            rows_only: whether tensors without rows are withheld: nobody knows what is in them.
+
+        Raises:
+            SharedValueError: the value cannot be shared.
+        """
+        tensors: list[_Staged] = []
+        others = 0
+
+        def write(tensor: torch.Tensor) -> Shape:
+            tensors.append(self._stage(tensor, by_request=by_request))
+            return Shape("", (), 0)
+
+        def other(one: Any) -> Any:
+            nonlocal others
+            if one is NO_SKIP:
+                return None
+            others += 1
+            return [others - 1, type(one).__name__]
+
+        def with_rows(tensor: torch.Tensor) -> Any:
+            return tensor if self._rows.of(tensor, by_request=by_request) is not None else Withheld()
+
+        given = apply(value, with_rows, torch.Tensor) if rows_only else value
+        skeleton = pack_value(given, write, other).skeleton
+        self.readings.append(Reading(location, skeleton, tensors, passed, by_request, hosts))
+
+    def _stage(self, tensor: torch.Tensor, *, by_request: bool) -> _Staged:
+        place = self._rows.place_of(tensor, by_request=by_request)
+        kept, count = tensor, 1
+        if place is not None:
+            low, high = self._bounds[place[1]]
+            kept, count = tensor.narrow(place[0], low, high - low), high - low
+        size = kept.nbytes
+        if not self._buffers or self._next + size > self._buffers[-1].size:
+            self._buffers.append(_Buffer.take(max(size, 2 * self.size, self._expected), pinned=self._pinned))
+            self._next = 0
+        buffer, start = self._buffers[-1], self._next
+        if size:
+            buffer.copy(kept, start)
+        self._next += aligned(size)
+        self.size += aligned(size)
+        key = tensor.shape, tensor.dtype, place, buffer
+        form = self._forms.get(key)
+        if form is None:
+            axis, of_requests = (-1, False) if place is None else place
+            form = self._forms[key] = _Form(tensor, axis, buffer, size // count, count, by_request=of_requests)
+        return _Staged(form, start)
+
+    def seal(self) -> None:
+        """Take no more values."""
+        if self._pinned and self._copied is None:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    # --- what hosts get -----------------------------------------------------------------------------------------------
+
+    def share_of(self, host: Any, rows: StepRows) -> HostShare:
+        """What a host gets, whose rows are given."""
+        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], rows)
+
+    def fit(self, form: _Form, rows: StepRows) -> _Fit:
+        """A host's rows in tensors of a form."""
+        if form.axis < 0:
+            return _Fit(aligned(form.row), form.shape, slice(0, 1))
+        count = rows.count(by_request=form.by_request)
+        shape = (*form.shape[: form.axis], count, *form.shape[form.axis + 1 :])
+        index = rows.index(self._bounds[form.by_request][0], by_request=form.by_request)
+        return _Fit(aligned(form.row * count), shape, index)
+
+    def join(self) -> None:
+        """Another user needs it."""
+        with self._lock:
+            self._users += 1
+
+    @property
+    def done(self) -> bool:
+        """Whether all values are on the host."""
+        if not self._done and self._copied is not None:
+            self._done = self._copied.query()
+        return self._done
+
+    def wait(self) -> None:
+        """Wait until all values are on the host."""
+        if not self._done and self._copied is not None:
+            self._copied.synchronize()
+            self._done = True
+
+    def leave(self) -> None:
+        """One of its users needs it no more: the one that made it, or a host."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            for buffer in self._buffers:
+                buffer.give_back()
+            self._buffers = []
+
+
+class HostShare:
+    """What a host gets of a step."""
+
+    def __init__(self, step: StagedStep, readings: list[Reading], rows: StepRows) -> None:
+        self._step, self._readings, self._rows = step, readings, rows
+        self._fits: dict[_Form, _Fit] = {}
+
+    def _fit(self, form: _Form) -> _Fit:
+        fit = self._fits.get(form)
+        if fit is None:
+            fit = self._fits[form] = self._step.fit(form, self._rows)
+        return fit
+
+    def _size(self, reading: Reading) -> int:
+        return sum([self._fit(one.form).size for one in reading.tensors])
+
+    def parts(self) -> list[list[Reading]]:
+        """The values of which it wants rows, in parts of which each has a message."""
+        parts: list[list[Reading]] = []
+        size = 0
+        for reading in self._readings:
+            more = self._size(reading)
+            if not parts or size + more > _TOLD:
+                parts.append([])
+                size = 0
+            parts[-1].append(reading)
+            size += more
+        return parts
+
+    def give(
+        self, readings: list[Reading], memory: RowMemory, passed: Any, before: int
+    ) -> tuple[list[Reached], HostRows] | None:
+        """What a host is told of some values, and its rows of them.
+
+        Args:
+            readings: one of the `parts`.
+            memory: where its rows go.
+            passed: the numbers of the locations that the model has passed in the step.
+            before: how many of these the host has been told.
+
+        Returns:
+            `None` if the memory has no room yet.
+        """
+        start = memory.room(sum([self._size(reading) for reading in readings]))
+        if start is None:
+            return None
+        events: list[Reached] = []
+        pieces: list[_Piece] = []
+        for reading in readings:
+            shapes = []
+            for one in reading.tensors:
+                size, shape, index = self._fit(one.form)
+                if not pieces or not pieces[-1].takes(one):
+                    pieces.append(_Piece(one, start, size, index))
+                shapes.append(Shape(one.form.dtype, shape, start))
+                start += size
+            told = passed[before : reading.passed].tobytes()
+            events.append(Reached(reading.location, Shared(reading.skeleton, shapes), told, reading.by_request))
+            # The host counts the location itself.
+            before = reading.passed + 1
+        self._step.join()
+        return events, HostRows(self._step, pieces)
+
+
+class _Piece:
+    """Tensors of one form that lie at equal distances, of which a host gets the same rows."""
+
+    def __init__(self, first: _Staged, start: int, size: int, index: Any) -> None:
+        self._form, self._first, self._distance = first.form, first.start, 0
+        self._start, self._size, self._index = start, size, index
+        self._count = 1
+
+    def takes(self, one: _Staged) -> bool:
+        """Take another tensor, if it is the next at the same distance."""
+        if one.form is not self._form:
+            return False
+        if self._count == 1 and one.start > self._first:
+            self._distance = one.start - self._first
+        if one.start != self._first + self._count * self._distance:
+            return False
+        self._count += 1
+        return True
+
+    def arrive(self, memory: RowMemory) -> None:
+        """Copy the rows to a host's memory."""
+        form = self._form
+        if form.row:
+            shape, strides = (self._count, form.count, form.row), (self._distance, form.row, 1)
+            held = np.ndarray(shape, np.uint8, form.buffer.array, self._first, strides)
+            memory.put_rows(held[:, self._index], self._start, self._size)
+
+
+class HostRows:
+    """A host's rows of some values, on their way to its memory."""
+
+    def __init__(self, step: StagedStep, pieces: list[_Piece]) -> None:
+        self._step, self._pieces = step, pieces
+
+    @property
+    def done(self) -> bool:
+        """Whether `arrive` does not wait."""
+        return self._step.done
+
+    def arrive(self, memory: RowMemory) -> None:
+        """Copy the rows to `memory`. Waits until all values are on the host."""
+        self._step.wait()
+        for piece in self._pieces:
+            piece.arrive(memory)
+        self._step.leave()

@@ -1,0 +1,173 @@
+"""Rows of what a step reaches, copied once for all hosts that only read."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from nnsight.intervention.source import NO_SKIP
+
+from tests.support.hosted_model import HostedModel
+from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
+from tracewire_engine.protocol.block_host import Reached
+from tracewire_engine.worker.block_host import hosted_blocks, staged_step
+from tracewire_engine.worker.block_host.rows import SharedRows, StepRows
+from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep
+
+#: Tokens 0, 3 and 4 of six for one host, and token 1 for the other; of the requests 0 and 2, and 1.
+ONE, OTHER = StepRows([(0, 1), (3, 2)], [0, 2], 6, 4), StepRows([(1, 1)], [1], 6, 4)
+
+VALUES: list[Any] = [
+    (torch.arange(12.0).view(6, 2), torch.arange(12).view(1, 6, 2)),
+    [torch.arange(12.0).view(2, 6).T, {"requests": torch.arange(8, dtype=torch.bfloat16).view(4, 2)}],
+    (torch.ones(7), torch.empty(6, 0), torch.tensor(3.0), "text", None, NO_SKIP, object()),
+]
+
+
+def numbered(value: Any, memory: RowMemory) -> Any:
+    return unpack_value(value, lambda _, shape: memory.read(shape), lambda other: other)
+
+
+def staged(values: list[Any], *, rows_only: bool = False) -> StagedStep:
+    step = StagedStep([ONE, OTHER], pinned=False)
+    for place, value in enumerate(values):
+        hosts = ["one", "other"] if place != 1 else ["one"]
+        step.reach(f"at.{place}", value, hosts, 2 * place, by_request=False, rows_only=rows_only)
+    step.seal()
+    return step
+
+
+def given(step: StagedStep, host: str, rows: StepRows, memory: RowMemory) -> list[Reached]:
+    share, told, before = step.share_of(host, rows), [], 0
+    for readings in share.parts():
+        found = share.give(readings, memory, array("H", range(9)), before)
+        assert found is not None
+        events, late = found
+        assert late.done
+        late.arrive(memory)
+        told += events
+        before = readings[-1].passed + 1
+    return told
+
+
+@pytest.mark.parametrize("rows_only", [False, True])
+def test_each_host_gets_its_rows_of_all_values(rows_only: bool) -> None:
+    step = staged(VALUES, rows_only=rows_only)
+    for host, rows in (("one", ONE), ("other", OTHER)):
+        memory = RowMemory.create(1 << 16)
+        told = given(step, host, rows, memory)
+        assert [event.location for event in told] == (["at.0", "at.1", "at.2"] if host == "one" else ["at.0", "at.2"])
+        for event in told:
+            beside = RowMemory.create(1 << 16)
+            value = VALUES[int(event.location[-1])]
+            alone = SharedRows(value, rows, beside, by_request=False, rows_only=rows_only)
+            assert repr(numbered(event.value, memory)) == repr(numbered(alone.shared, beside))
+    # What the model passed between two values, which hosts count themselves.
+    one = given(step, "other", OTHER, RowMemory.create(1 << 16))
+    assert [array("H", event.passed).tolist() for event in one] == [[], [1, 2, 3]]
+
+
+def test_a_value_that_changes_later_is_as_it_was() -> None:
+    value = torch.arange(12.0).view(6, 2)
+    step = staged([value])
+    value.zero_()
+    memory = RowMemory.create(1 << 16)
+    (told,) = given(step, "other", OTHER, memory)
+    assert numbered(told.value, memory).tolist() == [[2.0, 3.0]]
+
+
+def test_values_of_one_form_are_copied_together() -> None:
+    layers = [torch.full((6, 8), float(layer)) for layer in range(20)]
+    step = StagedStep([ONE], pinned=False)
+    for layer, value in enumerate(layers):
+        step.reach(f"at.{layer}", (value, value + 0.5), ["one"], layer, by_request=False, rows_only=False)
+    share, memory = step.share_of("one", ONE), RowMemory.create(1 << 16)
+    found = share.give(share.parts()[0], memory, array("H", range(20)), 0)
+    assert found is not None
+    events, late = found
+    assert len(late._pieces) == 1
+    late.arrive(memory)
+    for layer, event in enumerate(events):
+        hidden, more = numbered(event.value, memory)
+        assert hidden.tolist() == [[layer] * 8] * 3
+        assert more.tolist() == [[layer + 0.5] * 8] * 3
+
+
+def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_step, "_TOLD", 128)
+    step = StagedStep([ONE], pinned=False)
+    for layer in range(5):
+        step.reach(f"at.{layer}", torch.zeros(6, 4), ["one"], layer, by_request=False, rows_only=False)
+    share = step.share_of("one", ONE)
+    assert [len(part) for part in share.parts()] == [2, 2, 1]
+    # A memory that has no room for a part yet.
+    assert share.give(share.parts()[0], RowMemory.create(64), array("H", range(5)), 0) is None
+
+
+def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_step._Buffer, "_free", {})
+    step = staged(VALUES[:1])
+    buffer, memory = step._buffers[0], RowMemory.create(1 << 16)
+    shares = [step.share_of("one", ONE), step.share_of("other", OTHER)]
+    late: list[HostRows] = []
+    for share in shares:
+        found = share.give(share.parts()[0], memory, array("H"), 0)
+        assert found is not None
+        late.append(found[1])
+    step.leave()
+    for rows in late:
+        assert staged_step._Buffer._free == {}
+        rows.arrive(memory)
+    assert staged(VALUES[:1])._buffers[0] is buffer
+
+
+def test_a_value_that_cannot_be_shared_is_refused() -> None:
+    deep: Any = torch.zeros(6)
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(SharedValueError, match="deeper"):
+        staged([deep])
+
+
+def test_a_step_with_more_than_is_staged_is_told_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted_blocks, "_MOST_STAGED", 64)
+    source = "kept = [].save()\nfor step in tracer.iter[:]:\n" + "".join(
+        f"    kept.append(model.model.layers[{layer}].output[0].clone())\n" for layer in range(3)
+    )
+    model = HostedModel()
+    few = model.run({"a": source, "b": source}, steps=3)
+    monkeypatch.undo()
+    many = model.run({"c": source, "d": source}, steps=3)
+    for one, other in zip(few.values(), many.values(), strict=True):
+        assert repr(one.saves) == repr(other.saves)
+        assert len(one.saves["kept"]) == 9
+    model.close()
+
+
+def test_a_value_that_cannot_be_shared_costs_the_hosts_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = StagedStep.reach
+
+    def broken(self: StagedStep, location: str, *given: Any, **more: Any) -> None:
+        if location == "model.model.layers.1.output":
+            raise SharedValueError("no such value")
+        reach(self, location, *given, **more)
+
+    monkeypatch.setattr(StagedStep, "reach", broken)
+    reads = "for step in tracer.iter[:]:\n    kept = model.model.layers[{}].output[0].clone().save()\n"
+    model = HostedModel()
+    for name, layer in (("a", 1), ("b", 2)):
+        model.open(name, reads.format(layer), tenant=name)
+    for index in range(3):
+        model.step({"a": 1, "b": 1}, index)
+    for name in ("a", "b"):
+        model.finish(name, 3)
+    model.wait("a", "b")
+    failed, other = model.outcomes["a"].finish, model.outcomes["b"].finish
+    assert failed is not None
+    assert failed.error is not None
+    assert "model.model.layers.1.output cannot be shared: SharedValueError: no such value" in failed.error.message
+    assert other is not None
+    assert other.error is None
+    model.close()
