@@ -93,10 +93,11 @@ async def _up(options: argparse.Namespace) -> int:
 
 
 def _check_installed(options: argparse.Namespace) -> None:
-    if missing := missing_engine():
-        raise UsageError(missing)
-    if not options.no_gateway and (missing := missing_gateway()):
-        raise UsageError(f"{missing}, or give --no-gateway")
+    missing = [found] if (found := missing_engine()) else []
+    if not options.no_gateway and (found := missing_gateway()):
+        missing.append(f"{found}, or give --no-gateway")
+    if missing:
+        raise UsageError("\n".join(missing))
 
 
 async def _serve(options: argparse.Namespace) -> int:

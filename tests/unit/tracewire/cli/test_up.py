@@ -115,6 +115,10 @@ async def test_what_is_not_installed_is_named(
     lacking.add("vllm")
     assert await command("up", "demo", "--no-gateway") == 2
     assert "no engine is installed here (missing: vllm)" in capsys.readouterr().err
+    assert await command("up", "demo") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("tracewire: no engine is installed here")
+    assert second.startswith("the gateway is not installed")
 
 
 async def ran(*arguments: str) -> tuple[int, str]:
