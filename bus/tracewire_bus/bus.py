@@ -559,7 +559,7 @@ async def _check(connections: Connections) -> None:
     except Exception as error:
         if is_transient(error):
             hint = f"start one with `tracewire redis{_port(connections.url)}`, or pass the URL of one that runs"
-            raise BusUnavailable(f"no Redis answers at {redacted(connections.url)}: {hint} ({error})") from error
+            raise BusUnavailable(f"no Redis answers at {redacted(connections.url)}: {hint} ({error})") from None
         raise as_bus_error(error) from error
     if isinstance(reply, Exception):
         raise as_bus_error(reply)

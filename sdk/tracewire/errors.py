@@ -243,7 +243,11 @@ class UnknownModel(NotFoundError):
         message += f"; served now: {served}" if served else "; no engine is registered at all: start one with "
         message += "" if served else f"`tracewire engine {model}`"
         if waited is None:
-            message += " (client.models.get(name, timeout=...) waits for one to start)"
+            from difflib import get_close_matches
+
+            near = get_close_matches(model, self.available, 1)
+            message += f"; did you mean {near[0]!r}?" if near else ""
+            message += " (an engine is registered once its model has loaded: `tracewire models` lists them)"
         super().__init__(message)
 
 
@@ -544,7 +548,9 @@ class VersionConflict(SteerRejected, ConflictError):
     """The live parameters have another version than `if_version=` says. `version` is the version that they have."""
 
     def __init__(self, trace_id: str, message: str, version: int) -> None:
-        super().__init__(trace_id, "if_version", f"{message} (get_live() reads them)", reason="version")
+        super().__init__(
+            trace_id, "if_version", f"{message} (get_live() and `tracewire state` read them)", reason="version"
+        )
         self.version = version
 
 

@@ -85,6 +85,11 @@ class EmbeddedServer:
             raise EmbeddedServerError("the embedded server is not running")
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """The exit status of a server that ended by itself, negative for a signal; `None` while the server runs."""
+        return None if self._process is None else self._process.poll()
+
     async def __aenter__(self) -> Self:
         if self._process is not None:
             raise EmbeddedServerError("the embedded server runs already")
@@ -145,7 +150,10 @@ class EmbeddedServer:
                 if process.poll() is not None:
                     log = folder.log_tail()
                     if taken := _TAKEN.search(log):
-                        raise EmbeddedServerError(f"another program listens on port {taken[1]} of this machine")
+                        raise EmbeddedServerError(
+                            f"another program listens on port {taken[1]} of this machine: choose another port, or if "
+                            f"that program is the Redis to use, pass its URL: redis://localhost:{taken[1]}"
+                        )
                     raise EmbeddedServerError(
                         f"the embedded Redis ended with {process.returncode} as it started:\n{log}"
                     )

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullco
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
@@ -196,7 +196,14 @@ def _parsed(arguments: list[str], secrets: Mapping[str, str]) -> argparse.Namesp
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser(prog="tracewire engine", description="Serve a model to the bus.")
+    class OneLine(FlexibleArgumentParser):
+        """A parser whose errors are one line: the usage has hundreds of options."""
+
+        def error(self, message: str) -> NoReturn:
+            print(f"{self.prog}: error: {message} (see {self.prog} --help-vllm)", file=sys.stderr)
+            sys.exit(2)
+
+    parser = OneLine(prog="tracewire engine", description="Serve a model to the bus.")
     add_options(parser.add_argument_group("tracewire"), secrets)
     add_chat_options(parser.add_argument_group("chats"))
     AsyncEngineArgs.add_cli_args(parser)

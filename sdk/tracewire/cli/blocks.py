@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import util
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -21,7 +22,7 @@ def load_block(where: str) -> Intervention:
     """The block of a Python file that `where` names: `FILE.py::NAME`, or `FILE.py` if it has one. Executes the file.
 
     Raises:
-        ValueError: there is no such file, or no such block in it.
+        ValueError: there is no such file, no such block in it, or executing it raised an error.
     """
     path, name = _split(where)
     found = {key: value for key, value in _executed(path).items() if isinstance(value, Intervention)}
@@ -38,7 +39,7 @@ def load_function(where: str) -> Any:
     """The function of a Python file that `where` names: `FILE.py::NAME`. Executes the file.
 
     Raises:
-        ValueError: there is no such file, or no such function in it.
+        ValueError: there is no such file, no such function in it, or executing it raised an error.
     """
     path, name = _split(where)
     found = _executed(path).get(name)
@@ -50,7 +51,8 @@ def load_function(where: str) -> Any:
 def _executed(path: Path) -> dict[str, Any]:
     """The names that a Python file defines."""
     if not path.is_file():
-        raise ValueError(f"expected a Python file, got {str(path)!r} (the form is {BLOCK})")
+        what = "which is no file" if path.exists() else "which does not exist"
+        raise ValueError(f"expected a Python file, got {str(path)!r}, {what} (the form is {BLOCK})")
     name_of_module = f"tracewire_block_{path.stem}"
     loader = _UncachedLoader(name_of_module, str(path))
     spec = util.spec_from_loader(name_of_module, loader)
@@ -61,9 +63,21 @@ def _executed(path: Path) -> dict[str, Any]:
     sys.path.insert(0, folder)
     try:
         loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(_raised(path, error)) from error
     finally:
         sys.path.remove(folder)
     return vars(module)
+
+
+def _raised(path: Path, error: Exception) -> str:
+    """What an error says that executing a file raised, with the last line of that file that it passed."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError):
+        where, what = f"{error.filename or path}:{error.lineno}", error.msg
+    else:
+        where, what = f"{path}:{lines[-1]}" if lines else str(path), str(error)
+    return f"{where}: {type(error).__name__}: {what}"
 
 
 class _UncachedLoader(SourceFileLoader):

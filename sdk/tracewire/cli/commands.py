@@ -50,6 +50,16 @@ class Parser(argparse.ArgumentParser):
         hint = nearest(arguments[0].partition("=")[0], self._option_string_actions) if arguments[0][:1] == "-" else ""
         self.error(f"unrecognized arguments: {' '.join(arguments)}{hint}")
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """As the base does, but the error of a number says what was expected."""
+        expected = "a whole number" if action.type is int else "a number" if action.type is float else ""
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if not expected:
+                raise
+        raise argparse.ArgumentError(action, f"expected {expected}, got {text!r}")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As the base does, but for a command that does not exist: the nearest one is named."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

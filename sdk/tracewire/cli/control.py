@@ -10,7 +10,7 @@ from tracewire.client import connect
 from tracewire.traces.state import State
 
 from .commands import UsageError, add_command
-from .format import failure_text
+from .format import counted, failure_text
 from .printing import print_json, remark
 from .readings import Readings
 from .specs import named_value, values_by_name
@@ -156,7 +156,7 @@ def _print_state(state: State) -> None:
     tokens = sum(len(choice.token_ids) for choice in choices)
     engine = state.accepted.engine if state.accepted is not None else "-"
     error = failure_text(state.error)
-    print("\t".join([state.status or running, f"{tokens} tokens", engine, *([error] if error else [])]))
+    print("\t".join([state.status or running, counted(tokens, "token"), engine, *([error] if error else [])]))
     for choice in choices:
         where = f"{choice.invoke}.{choice.choice}"
         print(f"text\t{where}\t{choice.text!r}")

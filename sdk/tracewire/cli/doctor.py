@@ -177,6 +177,9 @@ def engine_findings(engines: Sequence[Engine], url: str, model: str | None = Non
     if not wanted:
         what = f"no engines of {model!r}" if model else "no engines"
         start = f"start one: tracewire engine {model or 'demo'} --url {url}"
+        if engines:
+            served = ", ".join(sorted({repr(one.model) for one in engines}))
+            start = f"name a model that is served: {served}; or {start}"
         return [Finding("engines", "problem", f"{what} on {url}", start)]
     found = []
     if not any(one.ready for one in wanted):

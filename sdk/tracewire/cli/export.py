@@ -19,7 +19,7 @@ from tracewire.traces.output import Output, Shared
 from tracewire.traces.state import Choice, State
 from tracewire_bus.wire.kinds import is_array
 
-from .commands import UsageError, add_command
+from .commands import UsageError, add_command, nearest
 from .printing import print_json, remark
 
 __all__ = ["FORMATS", "add_export", "tensors_of"]
@@ -65,12 +65,26 @@ async def _export(options: argparse.Namespace) -> int:
             choices = [choice for invoke in state.invokes for choice in invoke.choices]
             for choice in choices:
                 await choice.saves.load()
+            _check_names(options.names, choices)
             tokens, saves = _WRITERS[format_](options.to, state, choices, options.names)
     if options.json:
         print_json({"file": str(options.to), "format": format_, "tokens": tokens, "saves": saves})
     elif options.to is not None:
         print(f"{options.to}: {tokens} tokens, saves {', '.join(saves) or 'none'}")
     return 0
+
+
+def _check_names(names: Sequence[str] | None, choices: Sequence[Choice]) -> None:
+    """Refuse a name that the trace has not saved.
+
+    Raises:
+        UsageError: in that case.
+    """
+    saved = {str(name) for choice in choices for name in choice.saves}
+    for name in names or ():
+        if name not in saved:
+            there = ", ".join(sorted(saved)) or "none"
+            raise UsageError(f"--names: the trace has no save {name!r} (it has {there}){nearest(name, saved)}")
 
 
 async def _write_lines(client: Client, options: argparse.Namespace) -> tuple[int, list[str]]:

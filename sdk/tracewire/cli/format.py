@@ -43,7 +43,7 @@ def lifecycle_line(event: Lifecycle) -> str:
     if event.type == "queued" and event.client:
         more.append(f"by {event.client}")
     if event.tokens is not None:
-        more.append(f"{event.tokens} tokens")
+        more.append(counted(event.tokens, "token"))
     return "\t".join(
         (timestamp(event.time), event.type, event.trace_id, event.model, ", ".join(part for part in more if part))
     ).rstrip()
@@ -60,8 +60,14 @@ def event_line(event: Event) -> str:
     if isinstance(event, Steered):
         values = {name: value for change in event.changes for name, value in change.values.items()}
         shown = "  ".join(f"{name}={short_value(value)}" for name, value in values.items())
-        where = ", ".join(f"{one.invoke}.{one.choice} {one.index}" for one in event.first)
-        return f"steered to version {event.version} from {where or 'no token'} on: {shown}"
+        several = any((one.invoke, one.choice) != (0, 0) for one in event.first)
+        where = ", ".join(
+            f"token {one.index}" + (f" of {one.invoke}.{one.choice}" if several else "") for one in event.first
+        )
+        by = event.changes[-1].by if event.changes else ""
+        return (
+            f"steered{f' by {by}' if by else ''} from {where or 'no token yet'} on (version {event.version}): {shown}"
+        )
     if isinstance(event, Paused | Resumed):
         return f"{'paused' if isinstance(event, Paused) else 'resumed'} by {event.by}"
     if isinstance(event, Lagging):
@@ -70,15 +76,19 @@ def event_line(event: Event) -> str:
         return f"(trimmed: the events after {event.since} up to {event.until})"
     if isinstance(event, Final):
         error = f": {failure_text(event.error)}" if event.error else ""
-        return f"{event.status}, {event.usage.completion_tokens} tokens{error}"
+        return f"{event.status}, {counted(event.usage.completion_tokens, 'token')}{error}"
     saved = "  ".join(f"{name}={short_value(value)}" for name, value in event.delta.items())
     text = json.dumps(event.text, ensure_ascii=False)
     return f"{event.invoke}.{event.choice} {event.index:5d} {text}  {saved}".rstrip()
 
 
 def failure_text(failure: Failure | None) -> str:
-    """Why a trace did not end well, in one line; `""` for `None`."""
-    return "" if failure is None else f"{failure.type}: {failure.message}"
+    """Why a trace did not end well, in one line, with the place in the user's code; `""` for `None`."""
+    if failure is None:
+        return ""
+    where = "" if failure.line is None else f", at {failure.filename or '<block>'}:{failure.line}"
+    source = f": {failure.source.strip()}" if where and failure.source else ""
+    return f"{failure.type}: {failure.message}{where}{source}"
 
 
 def counted(number: int, noun: str) -> str:

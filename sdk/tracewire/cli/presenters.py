@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from tracewire.traces.output import Accepted, Event, Final, Output, Shared
 
 from .chat_options import text_of
-from .format import event_line, printable
+from .format import counted, event_line, printable
 from .printing import print_json_line, remark, rich_terminal
 from .readings import line_of
 from .view import TraceView
@@ -174,7 +174,9 @@ def trace_drawing(view: TraceView, width: int, height: int | None = None) -> Any
     if side:
         grid.add_column(width=side)
     grid.add_row(text, *([saves_drawing(view, side, rows)] if side else []))
-    return Group(grid, Text(status_line(view), style="dim", no_wrap=True, overflow="ellipsis"))
+    # The last drawing has no limit, and shows the whole of an error.
+    overflow: Any = "fold" if height is None else "ellipsis"
+    return Group(grid, Text(status_line(view), style="dim", no_wrap=height is not None, overflow=overflow))
 
 
 def saves_drawing(view: TraceView, width: int, rows: int | None = None) -> Any:
@@ -201,7 +203,7 @@ def saves_drawing(view: TraceView, width: int, rows: int | None = None) -> Any:
 
 def status_line(view: TraceView) -> str:
     """One line about a trace: its status, its tokens, its live parameters, and its last other event."""
-    parts = [view.status, f"{view.tokens} tokens"]
+    parts = [view.status, counted(view.tokens, "token")]
     if view.rate:
         parts.append(f"{view.rate:.1f} tokens/s")
     parts += [f"{name}={value}" for name, value in view.live.items() if isinstance(value, int | float | str)]

@@ -14,7 +14,7 @@ from tracewire_bus.wire.messages import DeclaredIntervention, Lens, LogitLens
 
 from .blocks import BLOCK, load_block
 from .chat_options import Conversation, add_chat_options, conversation_of
-from .commands import UsageError
+from .commands import UsageError, positive
 from .model_names import add_model
 from .specs import (
     DECLARE,
@@ -45,6 +45,8 @@ __all__ = [
 
 #: How many tokens are sampled at most by default.
 MAX_TOKENS = 256
+#: The sampling params that have options of their own.
+_SAMPLING = ("max_tokens", "temperature", "seed", "stop")
 
 
 class Request(NamedTuple):
@@ -88,6 +90,10 @@ class Request(NamedTuple):
             for number, option in enumerate(self.options):
                 if error.field.startswith(f"interventions[{number}]"):
                     raise UsageError(f"{option}: {error.message}") from error
+            name = error.field.removeprefix("sampling.")
+            if name != error.field and name in self.sampling:
+                option = f"--{name.replace('_', '-')}" if name in _SAMPLING else f"--sampling {name}"
+                raise UsageError(f"{option}: {error.message}") from error
             raise
 
 
@@ -129,7 +135,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, live: bool = True) -> None:
         what = "declare a live parameter by its first value: alpha=0 or direction=@direction.npy (repeatable)"
         add("--live", type=named_value, action="append", default=[], metavar="NAME=VALUE", help=what)
     what = f"the most tokens to sample (default: {MAX_TOKENS}, or half of the model's context)"
-    add("--max-tokens", type=int, metavar="N", help=what)
+    add("--max-tokens", type=positive, metavar="N", help=what)
     add("--temperature", type=float, metavar="T", help="randomness; 0 samples the likeliest token")
     add("--seed", type=int, metavar="N", help="seed of the sampling")
     add("--stop", action="append", metavar="TEXT", help="a text that ends the output (repeatable)")
@@ -179,7 +185,7 @@ def request_of(options: argparse.Namespace, *, chats: bool) -> Request:
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling params that the options give."""
     sampling: dict[str, Any] = {}
-    for name in ("max_tokens", "temperature", "seed", "stop"):
+    for name in _SAMPLING:
         if getattr(options, name) is not None:
             sampling[name] = getattr(options, name)
     if options.ignore_eos:

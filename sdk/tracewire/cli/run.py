@@ -76,6 +76,8 @@ async def _run(options: argparse.Namespace) -> int:
             remark(f"tracewire: steer it with: tracewire steer {trace.id} {first}=VALUE")
         with presenter(trace.id, as_json=options.json, saves=request.saves) as shown:
             final = await shown_trace(trace, shown)
+        if request.saves and not options.json:
+            remark(f"tracewire: keep its saves with: tracewire export {trace.id} --to FILE")
         if succeeded(final):
             # Raises an error if a save differs from what the engine collected.
             await trace.result()

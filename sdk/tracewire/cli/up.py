@@ -37,6 +37,8 @@ __all__ = ["add_up", "curl_of"]
 
 #: How long the engine and the gateway may take to end, in seconds, before they are killed.
 _GRACE_S = 20.0
+#: The same once the private Redis has ended, in seconds.
+_GRACE_WITHOUT_REDIS_S = 2.0
 #: How often progress is printed where standard error is no terminal, in seconds.
 _EVERY_S = 10.0
 _PORT = 8080
@@ -91,23 +93,23 @@ async def _up(options: argparse.Namespace) -> int:
 
 
 def _check_installed(options: argparse.Namespace) -> None:
-    if missing := missing_engine():
-        raise UsageError(missing)
-    if not options.no_gateway and (missing := missing_gateway()):
-        raise UsageError(f"{missing}, or give --no-gateway")
+    missing = [found] if (found := missing_engine()) else []
+    if not options.no_gateway and (found := missing_gateway()):
+        missing.append(f"{found}, or give --no-gateway")
+    if missing:
+        raise UsageError("\n".join(missing))
 
 
 async def _serve(options: argparse.Namespace) -> int:
     """Start everything, print the ready line, and wait until a process ends by itself. Being cancelled ends them."""
     began = time.monotonic()
-    async with _redis(options) as url, _children(options, url) as children:
+    async with _redis(options) as (url, server), _children(options, url) as children:
         engine = children[0]
         with _progress(f"loading {options.model}") as progress:
             while not all(child.answer for child in children):
-                for child in children:
-                    if child.status is not None and not children.retry(child):
-                        progress.done()
-                        return _failed(child, options)
+                if (gone := _gone(children, server, retry=True)) is not None:
+                    progress.done()
+                    return _failed(gone, children, options)
                 progress.tell(engine.progress())
                 await anyio.sleep(0.1)
         async with connect(url, prefix=options.prefix) as client:
@@ -126,25 +128,23 @@ async def _serve(options: argparse.Namespace) -> int:
             print_json_line(told)
         else:
             _print_ready(told, time.monotonic() - began)
-        while True:
-            for child in children:
-                if child.status is not None:
-                    return _failed(child, options)
+        while (gone := _gone(children, server)) is None:  # noqa: ASYNC110
             await anyio.sleep(0.1)
+        return _failed(gone, children, options)
 
 
 @asynccontextmanager
-async def _redis(options: argparse.Namespace) -> AsyncIterator[str]:
-    """The URL of the given Redis, or of a private one that ends with the context."""
+async def _redis(options: argparse.Namespace) -> AsyncIterator[tuple[str, EmbeddedServer | None]]:
+    """The URL of the given Redis, or of a private one, which ends with the context, and that private one."""
     given = options.url or os.environ.get("TRACEWIRE_URL", "")
     if given and not given.startswith("embedded:"):
         # Fails at once if no Redis answers.
         async with connect(given, prefix=options.prefix, retry_timeout=5.0):
             pass
-        yield given
+        yield given, None
         return
     async with EmbeddedServer.start(port=options.redis_port) as server:
-        yield server.url
+        yield server.url, server
 
 
 class _Children(list[Child]):
@@ -152,6 +152,8 @@ class _Children(list[Child]):
 
     #: Starts the gateway on any port: another process may take the usual one while this gateway starts.
     other: Callable[[], Child] | None = None
+    #: How long they may take to end, in seconds, before they are killed.
+    grace_s = _GRACE_S
 
     def retry(self, child: Child) -> bool:
         """Start a gateway that has ended once more. Returns whether that could be done."""
@@ -189,7 +191,7 @@ async def _children(options: argparse.Namespace, url: str) -> AsyncIterator[_Chi
                         group.start_soon(_kill_on, signals, group.cancel_scope)
                         async with anyio.create_task_group() as stopping:
                             for child in children:
-                                stopping.start_soon(child.stop, _GRACE_S)
+                                stopping.start_soon(child.stop, children.grace_s)
                         group.cancel_scope.cancel()
 
 
@@ -215,14 +217,32 @@ def _gateway_port(given: int | None) -> int:
     return _PORT
 
 
-def _failed(child: Child, options: argparse.Namespace) -> int:
-    status = child.status
-    tail = child.log_tail()
-    if tail:
+def _gone(children: _Children, server: EmbeddedServer | None, *, retry: bool = False) -> Child | EmbeddedServer | None:
+    """The private Redis or the process that has ended by itself; `None` while all run.
+
+    With `retry`, a gateway that has ended is started once more, on another port.
+    """
+    if server is not None and server.status is not None:
+        return server
+    for child in children:
+        if child.status is not None and not (retry and children.retry(child)):
+            return child
+    return None
+
+
+def _failed(gone: Child | EmbeddedServer, children: _Children, options: argparse.Namespace) -> int:
+    """Say what has ended by itself. Returns the command's exit status."""
+    if isinstance(gone, EmbeddedServer):
+        remark(f"tracewire: the private Redis ended with status {gone.status}, and its data is lost")
+        # Without Redis an engine cannot hand back its traces, and would try to the end.
+        children.grace_s = _GRACE_WITHOUT_REDIS_S
+        return 1
+    if tail := gone.log_tail():
         remark(tail)
-    refused = status == 2 and child.name == "engine"
+    refused = gone.status == 2 and gone.name == "engine"
     remark(
-        f"tracewire: the {child.name} ended with status {status}" + ("" if options.verbose else "; its log is above")
+        f"tracewire: the {gone.name} ended with status {gone.status}"
+        + ("" if options.verbose else "; its log is above")
     )
     return 2 if refused else 1
 

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -154,7 +155,12 @@ def _handle_errors(app: FastAPI) -> None:
         if error.status_code == 405:
             # The router names the methods of the first route with this path only.
             headers["Allow"] = ", ".join(sorted(_methods(app, request.url.path)))
-        made = Problem(error.status_code, str(error.detail), code=code, headers=headers)
+        detail = str(error.detail)
+        if detail == HTTPStatus(error.status_code).phrase and error.status_code in (404, 405):
+            # The router's own.
+            there = f"this path takes {headers['Allow']}" if "Allow" in headers else "/openapi.json lists the routes"
+            detail = f"there is no {request.method} {request.url.path}: {there}"
+        made = Problem(error.status_code, detail, code=code, headers=headers)
         return made.response(request.url.path)
 
     @app.exception_handler(ClientLeft)

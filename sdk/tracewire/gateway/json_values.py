@@ -11,7 +11,8 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from difflib import get_close_matches
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -159,6 +160,8 @@ def _vector(value: Any, field: str) -> np.ndarray[Any, Any]:
     return array
 
 
+#: The classes of interventions by the `do` of their JSON form.
+_KINDS: dict[str, type[Declared]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Declared)}
 #: Fields of interventions that are arrays where they are lists.
 _VECTORS = ("vector", "direction", "weight", "bias", "values", "matrix", "basis", "weights", "mean")
 
@@ -174,6 +177,7 @@ def interventions_of(given: Sequence[Any], field: str) -> list[Declared]:
         where = f"{field}[{index}]"
         if not isinstance(one, dict):
             raise TraceRejected(where, 'expected an object such as {"do": "probe", "name": ..., "at": ...}')
+        _refuse_unknown(one, _kind_of(one, where), where)
         vectors = {name: one[name] for name in _VECTORS if isinstance(one.get(name), list | dict)}
         arrays = {name: _vector_of(value, f"{where}.{name}") for name, value in vectors.items()}
         try:
@@ -183,12 +187,25 @@ def interventions_of(given: Sequence[Any], field: str) -> list[Declared]:
             place = _AT.search(text)
             name = f".{place[1]}" if place and place[1] else ""
             raise TraceRejected(where + name, _AT.sub("", text)) from None
-        unknown = sorted(one.keys() - {"do"} - set(plain.__struct_fields__))
-        if unknown:
-            known = ", ".join(plain.__struct_fields__)
-            raise TraceRejected(f"{where}.{unknown[0]}", f"unknown field; {one['do']} has {known}")
         found.append(msgspec.structs.replace(plain, **arrays))
     return found
+
+
+def _kind_of(given: Mapping[str, Any], where: str) -> type[Declared]:
+    """The class of an intervention, by the `do` of its JSON form."""
+    do = given.get("do")
+    if isinstance(do, str) and do in _KINDS:
+        return _KINDS[do]
+    near = get_close_matches(do, _KINDS, 1) if isinstance(do, str) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    got = f", got {do!r}" if "do" in given else ""
+    raise TraceRejected(f"{where}.do", f"expected one of {', '.join(_KINDS)}{got}{hint}")
+
+
+def _refuse_unknown(given: Mapping[str, Any], kind: type[Declared], where: str) -> None:
+    known = kind.__struct_fields__
+    for name in sorted(given.keys() - {"do"} - set(known)):
+        raise TraceRejected(f"{where}.{name}", f"unknown field; {given['do']} has {', '.join(known)}")
 
 
 def _vector_of(value: Any, field: str) -> Any:

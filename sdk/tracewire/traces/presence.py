@@ -155,6 +155,7 @@ class Presence:
         """Renew the lease in an endless loop, over a connection of its own, which no other call can hold up."""
         every = self._lease_s / 6
         link = self._bus.link()
+        failing = False
         try:
             while True:
                 if not self._held:
@@ -164,11 +165,15 @@ class Presence:
                 self._renewed_at = anyio.current_time()
                 try:
                     # A connection that does not answer for so long is replaced by the next attempt.
-                    with anyio.move_on_after(every * 2):
+                    with anyio.move_on_after(every * 2) as trying:
                         for name in sorted(self._held):
                             await self._bus.leases.renew(name, self._lease_s * 2 / 3, link)
+                    failing = failing and trying.cancelled_caught
                 except BusError as error:
-                    logger.warning("a client's lease could not be renewed: %s", error)
+                    # Once while Redis is away.
+                    level = logging.DEBUG if failing else logging.WARNING
+                    logger.log(level, "a client's lease could not be renewed: %s", error)
+                    failing = True
         finally:
             await link.drop()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -22,25 +24,19 @@ def python_blocks() -> list[str]:
 
 
 async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine_bus: str, tmp_path: Path) -> None:
+    """The first block is a program, as it stands; the second follows its trace from another process."""
     first, second = python_blocks()[:2]
-    block, _, body = first.partition("async with tracewire.connect")
-    body = "async with tracewire.connect" + body
-    body += "        assert len(result.saves['projection']) == 64\n        trace_id = trace.id\n"
-    follow = second.replace("    ...", "    seen += 1")
-    source = block + textwrap.dedent("""
-        async def main(direction):
-            seen = 0
-        """)
-    source += textwrap.indent(body + textwrap.indent(follow, "    "), "    ") + "    return seen\n"
-    path = tmp_path / "readme_block.py"
-    path.write_text(source.replace("redis://localhost", engine_bus))
-    spec = importlib.util.spec_from_file_location("readme_block", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    direction = np.load(ROOT / "examples" / "demo_model" / "direction.npy")
-    assert await module.main(direction) > 2
+    path = tmp_path / "first.py"
+    path.write_text(first)
+    environment = {**os.environ, "TRACEWIRE_URL": engine_bus, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = await anyio.run_process([sys.executable, str(path)], cwd=ROOT, env=environment)
+    trace_id, *lines = done.stdout.decode().splitlines()
+    assert lines[0].count("{'projection': [") == 1
+    scope: dict[str, Any] = {}
+    body = "async def main(client, trace_id):\n    seen = []\n" + textwrap.indent(second, "    ")
+    exec(body.replace("    ...", "    seen.append(event)") + "    return seen\n", scope)
+    seen = await scope["main"](client, trace_id)
+    assert sum(len(event.delta["projection"]) for event in seen if event.type == "output") == 64
 
 
 async def test_the_declared_interventions_in_the_readme_run(client: Client, model: Model) -> None:

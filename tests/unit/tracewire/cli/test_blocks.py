@@ -19,6 +19,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "two.py").write_text(TWO)
     (tmp_path / "near.py").write_text("from two import other\n")
     (tmp_path / "none.py").write_text("x = 1\n")
+    (tmp_path / "text.md").write_text("# A page\nwith some words\n")
+    (tmp_path / "raising.py").write_text("x = int('y')\n")
+    (tmp_path / "lost.py").write_text("\nimport nowhere_at_all\n")
     return tmp_path
 
 
@@ -42,8 +45,12 @@ def test_a_block_is_named_or_the_only_one(folder: Path, where: str, name: str) -
         ("two.py", "several interventions, or none: name one, as FILE.py::NAME (it has: other, watch)"),
         ("none.py", "(it has: none)"),
         ("two.py::plain", "no intervention 'plain' (it has: other, watch)"),
-        ("absent.py::x", "expected a Python file"),
-        ("absent", "expected a Python file"),
+        ("absent.py::x", "expected a Python file, got "),
+        ("absent", "absent', which does not exist (the form is FILE.py[::NAME])"),
+        ("", "which is no file"),
+        ("text.md", "text.md:2: SyntaxError: "),
+        ("raising.py", "raising.py:1: ValueError: invalid literal for int()"),
+        ("lost.py", "lost.py:2: ModuleNotFoundError: No module named 'nowhere_at_all'"),
     ],
 )
 def test_what_is_wrong_is_named(folder: Path, where: str, says: str) -> None:

@@ -110,3 +110,19 @@ def test_the_page_lists_every_command_with_its_exit_statuses() -> None:
     """`python -m tests.support.command_page` writes the table anew."""
     found = (ROOT / "docs" / "cli.md").read_text()
     assert found == page(found)
+
+
+def test_a_number_that_is_none_is_refused_with_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="do")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--speed", type=float)
+    parser.add_argument("--count", type=positive)
+    assert vars(parser.parse_args(["--seed", "-3", "--speed", "0.5"])) == {"seed": -3, "speed": 0.5, "count": None}
+    for option, says in [
+        ("--seed=x", "argument --seed: expected a whole number, got 'x'"),
+        ("--speed=x", "argument --speed: expected a number, got 'x'"),
+        ("--count=0", "argument --count: expected a positive integer, got 0"),
+    ]:
+        with pytest.raises(SystemExit):
+            parser.parse_args([option])
+        assert says in capsys.readouterr().err

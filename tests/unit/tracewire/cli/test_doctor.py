@@ -197,6 +197,9 @@ def test_no_engine_is_ready() -> None:
     assert (first.status, first.message) == ("problem", "no ready engine")
     (first,) = engine_findings([engine_of()], "redis://host", "other")
     assert first.message == "no engines of 'other' on redis://host"
+    served = f"name a model that is served: {engine_of().model!r}"
+    assert first.advice == f"{served}; or start one: tracewire engine other --url redis://host"
+    (first,) = engine_findings([], "redis://host", "other")
     assert first.advice == "start one: tracewire engine other --url redis://host"
 
 

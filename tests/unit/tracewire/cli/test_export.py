@@ -170,3 +170,13 @@ def test_several_choices_and_lists_of_odd_shapes() -> None:
     assert arrays["0.0.n"].dtype == np.int64
     assert rest == {"0.0.flag": True, "0.1.mixed": [1, "x"]}
     assert tensors_of(choices, ["n"])[0].keys() == {"0.0.n"}
+
+
+async def test_a_name_that_was_not_saved_is_refused(
+    trace_id: str, where: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("trace.safetensors", "trace.parquet"):
+        assert await command("export", trace_id, "--to", str(tmp_path / name), "--names", "p", "wrd", *where) == 2
+        says = "tracewire: --names: the trace has no save 'wrd' (it has hs, large, lens, p, word); did you mean word?\n"
+        assert capsys.readouterr().err == says
+        assert not (tmp_path / name).exists()

@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tracewire.cli.format import counted, lifecycle_line, printable, short_value, timestamp
+from tracewire.cli.format import counted, event_line, failure_text, lifecycle_line, printable, short_value, timestamp
+from tracewire.traces.output import Steered
 from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.wire.messages import Change, Failure, FirstToken
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,23 @@ def test_a_value_is_short(value: Any, shown: str) -> None:
 
 def test_things_are_counted() -> None:
     assert [counted(number, "engine") for number in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
+
+
+def test_a_change_says_by_whom_and_from_which_token_on() -> None:
+    change = Change(version=1, by="ada", time=0, values={"alpha": 8.0})
+    steered = Steered(attempt=1, seq=1, version=1, changes=[change], first=[FirstToken(0, 0, 4)])
+    assert event_line(steered) == "steered by ada from token 4 on (version 1): alpha=8"
+    steered = Steered(attempt=1, seq=1, version=1, changes=[change], first=[FirstToken(0, 0, 4), FirstToken(1, 0, 7)])
+    assert event_line(steered).startswith("steered by ada from token 4 of 0.0, token 7 of 1.0 on (version 1)")
+    assert event_line(Steered(attempt=1, seq=1, version=1, changes=[change])).startswith(
+        "steered by ada from no token yet on"
+    )
+
+
+def test_a_failure_names_the_user_s_line() -> None:
+    assert failure_text(None) == ""
+    failure = Failure(type="ValueError", message="no", filename="mine.py", line=7, source="    x = y.z")
+    assert failure_text(failure) == "ValueError: no, at mine.py:7: x = y.z"
 
 
 def test_a_time_is_in_utc_to_the_millisecond() -> None:

@@ -45,7 +45,8 @@ async def test_a_terminal_shows_what_run_shows(trace_id: str, redis_url: str, pr
     with on_terminal("replay", *options, TRACEWIRE_URL=redis_url) as terminal:
         assert await terminal.wait_end() == 0
         shown, kept = snapshot_of("run", terminal.text())
-    assert shown == kept
+    # The command that keeps a trace is a remark of `run` alone.
+    assert kept == f"{shown}tracewire: keep its saves with: tracewire export TRACE --to FILE\n"
 
 
 async def test_a_trace_without_saves_is_its_text(

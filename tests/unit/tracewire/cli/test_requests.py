@@ -73,6 +73,11 @@ def test_a_refusal_names_the_option() -> None:
         raise TraceRejected("interventions[1].at", "no such layer")
     with pytest.raises(TraceRejected), request.refusals():
         raise TraceRejected("prompt", "too long")
+    request = request_of(parsed("--max-tokens", "5000", "--sampling", "min_p=2"))
+    with pytest.raises(UsageError, match=r"^--max-tokens: expected at most 2048$"), request.refusals():
+        raise TraceRejected("sampling.max_tokens", "expected at most 2048")
+    with pytest.raises(UsageError, match=r"^--sampling min_p: expected at most 1$"), request.refusals():
+        raise TraceRejected("sampling.min_p", "expected at most 1")
 
 
 def test_options_of_a_chat() -> None:

@@ -43,7 +43,9 @@ async def test_with_saves_a_line_is_a_token(
 ) -> None:
     async with engine(story, engine="e1"):
         assert await command("run", "tiny", "a prompt", *PROBE, *where) == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    assert shown.err.startswith("tracewire: keep its saves with: tracewire export ")
+    lines = shown.out.splitlines()
     assert lines[0] == "accepted by e1"
     assert lines[1] == '    0 "def"             projection=0'
     assert lines[2] == '    1 " parse"          projection=3.5'
@@ -134,13 +136,14 @@ async def test_a_trace_that_fails_exits_with_1(
     async def script(stage: Stage) -> None:
         await stage.accept()
         await stage.output("half a")
-        await stage.final("failed", Failure(type="ValueError", message="no", field="block"))
+        place = {"filename": "mine.py", "line": 7, "source": "    x = y.z"}
+        await stage.final("failed", Failure(type="ValueError", message="no", field="block", **place))
 
     async with engine(script):
         assert await command("run", "tiny", "x", *where) == 1
     shown = capsys.readouterr()
     assert shown.out == "half a\n"
-    assert shown.err == "tracewire: failed, 1 tokens: ValueError: no\n"
+    assert shown.err == "tracewire: failed, 1 token: ValueError: no, at mine.py:7: x = y.z\n"
 
 
 async def test_a_trace_that_the_engine_refuses_exits_with_1(

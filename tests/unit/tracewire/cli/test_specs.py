@@ -129,6 +129,11 @@ def test_any_intervention_in_json(folder: Path) -> None:
         ("{", "expected JSON|@FILE"),
         ("@none.json", "none.json"),
         ('{"do": "hold"}', "declare[0]: Object missing required field"),
+        ('{"do": "prob", "name": "p"}', "declare[0].do: expected one of probe, logit_lens, "),
+        ('{"do": "prob", "name": "p"}', ", got 'prob'; did you mean 'probe'?"),
+        ('{"name": "p"}', "declare[0].do: expected one of probe, logit_lens, "),
+        ('{"do": ["probe"]}', ", got ['probe']"),
+        ('{"do": "probe", "nme": "p", "at": "a"}', "declare[0].nme: unknown field; probe has name, at, "),
         ('{"do": "probe", "name": "p", "at": "a", "how": 1}', "declare[0].how: unknown field"),
     ]:
         with pytest.raises(argparse.ArgumentTypeError) as error:

@@ -95,7 +95,7 @@ async def test_watch_tells_how_a_trace_failed(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "restarted: moved"
     assert lines[2].endswith("...}")
-    assert lines[3] == "failed, 1 tokens: ValueError: no"
+    assert lines[3] == "failed, 1 token: ValueError: no"
 
 
 @pytest.mark.parametrize(

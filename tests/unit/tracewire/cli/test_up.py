@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 from importlib.util import find_spec
@@ -72,6 +73,23 @@ async def test_a_port_that_is_taken_meanwhile_is_not_insisted_on(
             assert not children.retry(children[1])
 
 
+async def test_a_private_redis_that_ends_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRACEWIRE_URL", raising=False)
+    options = build_parser().parse_args(["up", "demo"])
+    children = up._Children()
+    async with up._redis(options) as (_, server):
+        assert server is not None
+        assert up._gone(children, server) is None
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: up._gone(children, server) is server)
+        assert up._failed(server, children, options) == 1
+    assert capsys.readouterr().err == "tracewire: the private Redis ended with status -9, and its data is lost\n"
+    # The engine cannot hand back its traces: nothing waits for that.
+    assert children.grace_s == up._GRACE_WITHOUT_REDIS_S
+
+
 async def test_the_dashboard_is_named_where_the_gateway_has_one(redis_url: str, prefix: str) -> None:
     async with serving(redis_url, prefix) as served:
         assert await anyio.to_thread.run_sync(up._dashboard, served.url) == f"{served.url}/dashboard"
@@ -97,6 +115,10 @@ async def test_what_is_not_installed_is_named(
     lacking.add("vllm")
     assert await command("up", "demo", "--no-gateway") == 2
     assert "no engine is installed here (missing: vllm)" in capsys.readouterr().err
+    assert await command("up", "demo") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("tracewire: no engine is installed here")
+    assert second.startswith("the gateway is not installed")
 
 
 async def ran(*arguments: str) -> tuple[int, str]:

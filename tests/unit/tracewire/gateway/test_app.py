@@ -18,6 +18,7 @@ async def test_a_method_that_a_path_does_not_have(served: Served, path: str, all
     async with served.http() as http:
         answer = await http.patch(path)
     assert (answer.status_code, answer.headers["Allow"]) == (405, allowed)
+    assert f"there is no PATCH {path}: this path takes {allowed}" in answer.text
 
 
 async def test_what_no_route_has(served: Served) -> None:
@@ -25,6 +26,7 @@ async def test_what_no_route_has(served: Served) -> None:
         plain, shaped = await http.get("/nowhere"), await http.get("/v1/nowhere")
     assert (plain.status_code, plain.json()["type"]) == (404, "urn:tracewire:unknown_route")
     assert (shaped.status_code, shaped.json()["error"]["code"]) == (404, "unknown_route")
+    assert plain.json()["detail"].endswith(": /openapi.json lists the routes")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/traces"])

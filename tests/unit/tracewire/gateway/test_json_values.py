@@ -126,7 +126,8 @@ def test_interventions() -> None:
     ("given", "field"),
     [
         (3, "interventions[0]"),
-        ({}, "interventions[0]"),
+        ({}, "interventions[0].do"),
+        ({"do": "steer"}, "interventions[0]"),
         ({"do": "steer", "at": "x", "vector": [1], "scales": 2}, "interventions[0].scales"),
         ({"do": "steer", "at": 3, "vector": [1]}, "interventions[0].at"),
         ({"do": "steer", "at": "x", "vector": ["a"]}, "interventions[0].vector"),

@@ -41,6 +41,8 @@ async def test_an_unknown_model_is_refused_at_once_naming_those_that_exist(
     async with engine() as serving:
         with pytest.raises(UnknownModel, match="no engine serves the model 'tyni'; served now: 'tiny'") as caught:
             await client.models.get("tyni")
+        with pytest.raises(UnknownModel, match=r"served now: 'tiny'; did you mean 'tiny'\? .*`tracewire models` lists"):
+            await client.models.get("tinny")
         assert caught.value.available == ["tiny"]
         with pytest.raises(UnknownModel):
             async with client.trace("tyni", "hello"):

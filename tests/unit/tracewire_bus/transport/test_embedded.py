@@ -16,6 +16,7 @@ import anyio
 import psutil
 import pytest
 
+from tests.support.until import until
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport import embedded as module
 from tracewire_bus.transport.embedded import MAX_SOCKET_PATH, EmbeddedServer, EmbeddedServerError
@@ -130,10 +131,20 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     assert set(psutil.Process().children()) <= before
 
 
+async def test_a_server_that_was_killed_has_a_status() -> None:
+    async with EmbeddedServer.start() as server:
+        assert server.status is None
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.status is not None)
+        assert server.status == -signal.SIGKILL
+
+
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EmbeddedServerError, match=f"^another program listens on port {port} of this machine$"):
+        with pytest.raises(
+            EmbeddedServerError, match=f"^another program listens on port {port} of this machine: choose"
+        ):
             async with EmbeddedServer.start(port=port):
                 pass
 

@@ -131,3 +131,13 @@ async def test_an_engine_of_another_model_under_the_same_name_is_refused(
     # One that leaves does not count.
     await bus.registry.register(msgspec.structs.replace(there, state="draining"))
     assert await _stranger(bus, ours) == ""
+
+
+def test_a_wrong_value_of_one_of_vllm_s_options_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli._parsed(["demo", "--url", "redis://localhost", "--max-model-len", "x"], {})
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tracewire engine: error: argument --max-model-len: ")
+    assert error.endswith(" (see tracewire engine --help-vllm)\n")
+    assert error.count("\n") == 1
