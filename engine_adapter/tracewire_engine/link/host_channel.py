@@ -23,6 +23,16 @@ _PIECE, _HELD = 1 << 18, 4 << 20
 _PIECES, _PER_PIECE = 1024, 1 << 10
 
 
+class _Thread(threading.local):
+    """What each thread has: memory for what it reads."""
+
+    def __init__(self) -> None:
+        self.piece = memoryview(bytearray(_PIECE))
+
+
+_thread = _Thread()
+
+
 class ChannelClosed(ConnectionError):
     """The other end of the channel is gone, or what it sent is no message."""
 
@@ -48,8 +58,13 @@ class HostChannel:
         self._waiting: deque[memoryview] = deque()
         self._waits = 0
         self._lock = threading.Lock()
-        self._read = bytearray()
-        self._pieces = 0
+        #: The messages that are complete.
+        self._arrived: deque[bytes | bytearray] = deque()
+        #: The beginning of a message of which not even the size is known; and one that has not come whole, of which so
+        #: many bytes have come in so many pieces.
+        self._head = b""
+        self._message: bytearray | None = None
+        self._come = self._pieces = 0
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once it is closed."""
@@ -97,7 +112,7 @@ class HostChannel:
             else:
                 self._waiting.popleft()
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
         """Wait for a message.
 
         Raises:
@@ -119,7 +134,7 @@ class HostChannel:
                 self._take()
         return message
 
-    def arrived(self) -> list[bytes]:
+    def arrived(self) -> list[bytes | bytearray]:
         """The messages that have come. Does not wait.
 
         Raises:
@@ -138,32 +153,64 @@ class HostChannel:
         return found
 
     def _take(self) -> None:
+        """Read what has come, as far as the kernel gives it at once."""
         try:
-            piece = self._socket.recv(_PIECE)
+            if self._message is not None:
+                size = self._socket.recv_into(memoryview(self._message)[self._come :])
+            else:
+                size = self._socket.recv_into(_thread.piece)
         except BlockingIOError:
             return
         except OSError as error:
             raise ChannelClosed(str(error)) from error
-        if not piece:
+        if not size:
             raise ChannelClosed("the other end has closed it")
-        self._read += piece
         self._pieces += 1
-        if self._pieces > _PIECES + len(self._read) // _PER_PIECE:
+        if self._message is not None:
+            self._add(size)
+        else:
+            self._split(_thread.piece[:size])
+        whole = _HEAD.size + self._come if self._message is not None else len(self._head)
+        if self._pieces > _PIECES + whole // _PER_PIECE:
             raise ChannelClosed(f"a message comes in more than {_PIECES} pieces")
 
-    def _next(self) -> bytes | None:
-        if len(self._read) < _HEAD.size:
-            return None
-        (size,) = _HEAD.unpack_from(self._read)
-        if size > self._most:
-            raise ChannelClosed(f"a message of {size} bytes; at most {self._most} are taken")
-        end = _HEAD.size + size
-        if len(self._read) < end:
-            return None
-        message = bytes(memoryview(self._read)[_HEAD.size : end])
-        del self._read[:end]
-        self._pieces = 0
-        return message
+    def _add(self, size: int) -> None:
+        """Note that so many more bytes of the message have come."""
+        assert self._message is not None
+        self._come += size
+        if self._come == len(self._message):
+            self._arrived.append(self._message)
+            self._message, self._come, self._pieces = None, 0, 0
+
+    def _split(self, piece: memoryview) -> None:
+        """Take the messages out of a piece, and begin the one that has not come whole."""
+        if self._head:
+            piece = memoryview(self._head + bytes(piece))
+            self._head = b""
+        while len(piece) >= _HEAD.size:
+            (size,) = _HEAD.unpack_from(piece)
+            if size > self._most:
+                raise ChannelClosed(f"a message of {size} bytes; at most {self._most} are taken")
+            end = _HEAD.size + size
+            if len(piece) < end:
+                self._begin(size, piece[_HEAD.size :])
+                return
+            self._arrived.append(bytes(piece[_HEAD.size : end]))
+            self._pieces = 0
+            piece = piece[end:]
+        self._head = bytes(piece)
+
+    def _begin(self, size: int, piece: memoryview) -> None:
+        """Begin a message of which this has come."""
+        try:
+            self._message = bytearray(size)
+        except MemoryError:
+            raise ChannelClosed(f"there is no memory for a message of {size} bytes") from None
+        self._come = len(piece)
+        self._message[: len(piece)] = piece
+
+    def _next(self) -> bytes | bytearray | None:
+        return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 
 import pytest
 
+from tracewire_engine.link import host_channel
 from tracewire_engine.link.host_channel import (
     ChannelClosed,
     ChannelTimeout,
@@ -100,7 +102,7 @@ def test_what_waits_to_be_sent_is_sent_while_others_are_waited_for() -> None:
     message = b"x" * (32 << 20)
     large.send(message)
     assert large.unsent
-    taken: list[bytes] = []
+    taken: list[bytes | bytearray] = []
 
     def read() -> None:
         taken.append(reader.receive(30))
@@ -111,3 +113,37 @@ def test_what_waits_to_be_sent_is_sent_while_others_are_waited_for() -> None:
     assert wait_for([large, quiet], 30.0) == [quiet]
     thread.join(30)
     assert taken == [message]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 100, 1 << 18, (1 << 18) + 3])
+def test_messages_are_whole_however_the_pieces_come(cut: int) -> None:
+    raw, theirs = socket.socketpair()
+    one = HostChannel(theirs)
+    messages = [b"", b"a", b"b" * 100, b"c" * 50, b"d" * 300_000, b"", b"e" * 20]
+    stream = b"".join(struct.pack("<I", len(message)) + message for message in messages)
+    if cut <= 100:
+        # Those before and behind the large one.
+        messages, stream = messages[:4], b"".join(struct.pack("<I", len(one)) + one for one in messages[:4])
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    found = []
+    for start in range(0, len(stream), cut):
+        raw.sendall(stream[start : start + cut])
+        found += one.arrived()
+    while len(found) < len(messages):
+        found += one.arrived()
+    assert found == messages
+    raw.close()
+    with pytest.raises(ChannelClosed):
+        one.arrived()
+
+
+def test_a_message_for_which_there_is_no_memory_closes_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size: int) -> bytearray:
+        raise MemoryError(size)
+
+    raw, theirs = socket.socketpair()
+    one = HostChannel(theirs)
+    monkeypatch.setattr(host_channel, "bytearray", none, raising=False)
+    raw.sendall(struct.pack("<I", 1 << 29) + b"begin")
+    with pytest.raises(ChannelClosed, match="no memory for a message of 536870912 bytes"):
+        one.arrived()
