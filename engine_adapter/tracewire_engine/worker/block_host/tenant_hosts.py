@@ -18,7 +18,7 @@ __all__ = ["TenantHosts"]
 
 #: How many values the traces of a host read in a step, at most, before the tenant gets another one; how many traces it
 #: has before that if their blocks may write; and how many of a tenant's hosts there are at most.
-FULL, FULL_OF_WRITERS = 16, 8
+FULL, FULL_OF_WRITERS = 16, 4
 MOST = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
