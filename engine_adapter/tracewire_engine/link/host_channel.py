@@ -65,6 +65,8 @@ class HostChannel:
         self._head = b""
         self._message: bytearray | None = None
         self._come = self._pieces = 0
+        #: Why nothing is read any more, if so.
+        self._broken: ChannelClosed | None = None
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once it is closed."""
@@ -121,6 +123,8 @@ class HostChannel:
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next()) is None:
+            if self._broken is not None:
+                raise self._broken
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise ChannelTimeout
@@ -138,12 +142,15 @@ class HostChannel:
         """The messages that have come. Does not wait.
 
         Raises:
-            ChannelClosed: the other end is gone, and all its messages were returned before.
+            ChannelClosed: the other end is gone, and all its messages were returned before; or what it sent is no
+                message.
         """
         closed: ChannelClosed | None = None
         try:
             self._take()
         except ChannelClosed as error:
+            if self._broken is not None:
+                raise
             closed = error
         found = []
         while (message := self._next()) is not None:
@@ -154,6 +161,8 @@ class HostChannel:
 
     def _take(self) -> None:
         """Read what has come, as far as the kernel gives it at once."""
+        if self._broken is not None:
+            raise self._broken
         try:
             if self._message is not None:
                 size = self._socket.recv_into(memoryview(self._message)[self._come :])
@@ -165,6 +174,15 @@ class HostChannel:
             raise ChannelClosed(str(error)) from error
         if not size:
             raise ChannelClosed("the other end has closed it")
+        try:
+            self._put(size)
+        except ChannelClosed as error:
+            # What comes behind it is no message.
+            self._broken = error
+            raise
+
+    def _put(self, size: int) -> None:
+        """Take so many bytes that were read."""
         self._pieces += 1
         if self._message is not None:
             self._add(size)

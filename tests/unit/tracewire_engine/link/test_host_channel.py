@@ -147,3 +147,16 @@ def test_a_message_for_which_there_is_no_memory_closes_the_channel(monkeypatch: 
     raw.sendall(struct.pack("<I", 1 << 29) + b"begin")
     with pytest.raises(ChannelClosed, match="no memory for a message of 536870912 bytes"):
         one.arrived()
+
+
+def test_behind_what_is_no_message_nothing_is_read() -> None:
+    raw, theirs = socket.socketpair()
+    one = HostChannel(theirs, most=10)
+    raw.sendall(struct.pack("<I", 2) + b"ok" + struct.pack("<I", 0xFFFFFFFF) + b"x")
+    for _ in range(2):
+        with pytest.raises(ChannelClosed, match="4294967295 bytes"):
+            one.arrived()
+        raw.sendall(struct.pack("<I", 2) + b"no")
+    assert one.receive() == b"ok"
+    with pytest.raises(ChannelClosed, match="4294967295 bytes"):
+        one.receive()
