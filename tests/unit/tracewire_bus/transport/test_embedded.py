@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 
 from tests.support.until import until
 from tracewire_bus.bus import Bus
+from tracewire_bus.owned_folder import MAX_SOCKET_PATH
 from tracewire_bus.transport import embedded as module
-from tracewire_bus.transport.embedded import MAX_SOCKET_PATH, EmbeddedServer, EmbeddedServerError
+from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError
 
 
 def folder_of(url: str) -> Path:
@@ -193,7 +195,7 @@ async def test_without_any_redis_it_says_what_to_install(monkeypatch: pytest.Mon
 async def test_a_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
-    monkeypatch.setattr(module.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     async with EmbeddedServer.start() as server:
         assert len(server.url.removeprefix("unix://")) < MAX_SOCKET_PATH
 
