@@ -29,7 +29,7 @@ import anyio.to_thread
 
 from tracewire_bus.owned_folder import OwnedFolder
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent"]
+__all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent", "private_socket"]
 
 _PREFIX: Final = "tracewire-redis-"
 _SOCKET, _LOG = "redis.sock", "redis.log"
@@ -163,6 +163,13 @@ class EmbeddedServer:
         raise EmbeddedServerError(
             f"the embedded Redis did not answer within {self._timeout_s:g} s:\n{_log_tail(folder / _LOG)}"
         )
+
+
+def private_socket(url: str) -> Path | None:
+    """The socket of an embedded server that listens on no port, by its URL; `None` for any other Redis."""
+    scheme, _, path = url.partition("://")
+    socket = Path(path.partition("?")[0])
+    return socket if scheme == "unix" and socket.name == _SOCKET and socket.parent.name.startswith(_PREFIX) else None
 
 
 def _binary() -> str:

@@ -21,7 +21,7 @@ from tests.support.until import until
 from tracewire_bus.bus import Bus
 from tracewire_bus.owned_folder import MAX_SOCKET_PATH
 from tracewire_bus.transport import embedded as module
-from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError
+from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError, private_socket
 
 
 def folder_of(url: str) -> Path:
@@ -77,6 +77,22 @@ async def test_it_is_private_and_leaves_nothing_behind() -> None:
     assert not psutil.pid_exists(pid)
     with pytest.raises(EmbeddedServerError, match="not running"):
         _ = server.url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://localhost", "unix:///run/redis.sock", "unix:///tmp/tracewire-redis-x/other.sock", "redis://h/redis.sock"],
+)
+def test_other_redis_servers_are_not_private(url: str) -> None:
+    assert private_socket(url) is None
+
+
+async def test_a_private_one_is_known_by_its_url() -> None:
+    async with EmbeddedServer.start() as server:
+        socket = private_socket(server.url)
+        assert socket is not None
+        assert socket.is_socket()
+        assert private_socket(f"{server.url}?db=1") == socket
 
 
 async def test_a_bus_may_have_one_of_its_own_and_share_it() -> None:
