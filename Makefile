@@ -41,12 +41,13 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	    done; \
 	    [ -x $(BIN)/python ] || { echo "setup: none of '$(PYTHONS)' is Python 3.11 or 3.12 (make setup PYTHON=...)" >&2; exit 1; }; \
 	fi
-	@echo "setup: torch"
+	@echo "setup: 1 of 4, torch (some minutes the first time; pip downloads it and prints nothing meanwhile)"
 	@$(PIP) install --no-compile -r locks/torch-cpu.txt
-	@echo "setup: vLLM, nnsight, Redis and the tools (some minutes the first time)"
+	@echo "setup: 2 of 4, vLLM, nnsight, Redis and the tools (some minutes the first time)"
 	@$(PIP) install --no-compile --no-deps -r locks/cpu.txt
+	@echo "setup: 3 of 4, bytecode of all that, so that the first start is not slow"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-	@echo "setup: Tracewire itself"
+	@echo "setup: 4 of 4, Tracewire itself"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 	@echo "setup: done; '. $(BIN)/activate' puts tracewire on PATH"

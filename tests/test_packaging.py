@@ -77,6 +77,16 @@ def wheel_requires(wheel: Path) -> list[str]:
         return HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
 
 
+def test_setup_says_before_each_step_what_it_does(tmp_path: Path) -> None:
+    done = run("make", "--dry-run", "--always-make", "setup", f"VENV={tmp_path}", "--directory", ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("echo ", f"{tmp_path}/bin/python "))]
+    steps = [number for number, line in enumerate(lines) if not line.startswith("echo ")]
+    assert len(steps) == 4
+    for step, number in enumerate(steps, 1):
+        assert lines[number - 1].startswith(f'echo "setup: {step} of 4, ')
+
+
 def test_wheel_holds_the_three_packages_and_the_demo_model(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

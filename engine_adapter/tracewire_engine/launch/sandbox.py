@@ -31,6 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from tracewire_bus.owned_folder import OwnedFolder
+
 __all__ = ["NOT_CONTAINED", "SandboxError", "outside", "sandbox", "seccomp_filter"]
 
 logger = logging.getLogger("tracewire")
@@ -40,6 +42,9 @@ NOT_CONTAINED: Final = (
     "weights and all requests in there, report anything to the adapter in their place, use up processors and memory, "
     "and reach the accelerator's driver"
 )
+
+#: The longest name of a socket in the shared folder, or a longer one: of the link, in a folder of its own.
+_LONGEST: Final = len("tracewire-link-12345678/adapter-999/link-blobs")
 
 #: Folders and files of a home that hold secrets: they are empty in the sandbox.
 _HIDDEN: Final = (
@@ -117,8 +122,8 @@ def sandbox(writable: Sequence[Path] = (), hidden: Sequence[Path] = ()) -> Itera
     if program is None:
         raise SandboxError("--sandbox needs bubblewrap: no program bwrap is on the PATH (Debian's package bubblewrap)")
     before = tempfile.tempdir, {name: os.environ.get(name) for name in ("TMPDIR", *_CACHES)}
-    with tempfile.TemporaryDirectory(prefix="tracewire-") as name:
-        folder = Path(name)
+    with OwnedFolder("tracewire-sandbox-", _LONGEST) as owned:
+        folder, name = owned.path, str(owned.path)
         script = _script(program, folder, writable, hidden)
         _try_out(script)
         os.environ |= {"TMPDIR": name, **{variable: f"{name}/{cache}" for variable, cache in _CACHES.items()}}
@@ -165,17 +170,19 @@ def _script(program: str, folder: Path, writable: Sequence[Path], hidden: Sequen
             given += ["--ro-bind", "/dev/null", str(path)]
     for path in (folder, *writable):
         given += ["--bind", str(path), str(path)]
+    script, filter_file = folder / "python", folder / "seccomp"
     program_of_filter = seccomp_filter()
     opened = ""
     if program_of_filter:
-        filter_file = folder / "seccomp"
         filter_file.write_bytes(program_of_filter)
         opened = f"exec 9<{shlex.quote(str(filter_file))}\n"
         given += ["--seccomp", "9"]
-    script = folder / "python"
+    script.touch(mode=0o700)
+    # A process in the sandbox must not write what starts the next one.
+    for path in (script, filter_file):
+        given += ["--ro-bind-try", str(path), str(path)]
     command = shlex.join([program, *given, "--", sys.executable])
     script.write_text(f'#!/bin/sh\n{opened}exec {command} "$@"\n')
-    script.chmod(0o700)
     return script
 
 

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -233,13 +232,19 @@ def shown(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hub_token(secrets: dict[str, str]) -> Iterator[None]:
-    """Let this process and its children find the Hugging Face hub's token in a file, which the context removes."""
+    """Let this process and its children find the Hugging Face hub's token in a file, which the context removes.
+
+    If this process is killed, the next engine of this user removes the file.
+    """
     token = next((secrets[name] for name in _HUB if secrets.get(name)), None)
     if token is None:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="tracewire-hub-") as folder:
-        path = Path(folder) / "token"
+    # Here, because a command is run again without its secrets before it imports anything that takes time.
+    from tracewire_bus.owned_folder import OwnedFolder
+
+    with OwnedFolder("tracewire-hub-") as folder:
+        path = folder.path / "token"
         path.touch(mode=0o600)
         path.write_text(token)
         # The hub's client reads this environment variable when it is imported.

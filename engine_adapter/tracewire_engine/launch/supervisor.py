@@ -20,9 +20,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from .secret import Given
+
+if TYPE_CHECKING:
+    import psutil
 
 __all__ = ["DRAINING", "SUPERVISOR_PID", "supervise"]
 
@@ -169,21 +172,31 @@ def _reap_until(pid: int) -> None:
 
 
 def _end_children() -> None:
-    """Kill the processes that an adapter left behind, which this process has adopted."""
+    """Kill the processes that an adapter left behind, which this process has adopted.
+
+    The one that removes the shared memory of the others is left to end by itself, and killed last if it does not.
+    """
     import psutil
 
     # In several rounds, since a process may start another one before it is killed.
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
         left = psutil.Process().children(recursive=True)
         if not left:
             return
         for process in left:
             # Some processes end by themselves when their parents do.
             with suppress(psutil.Error):
+                if number < _ROUNDS - 1 and _removes_shared_memory(process):
+                    continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     logger.warning("killing process %d, which outlived its adapter", process.pid)
                 process.kill()
         psutil.wait_procs(left, timeout=30 / _ROUNDS)
+
+
+def _removes_shared_memory(process: psutil.Process) -> bool:
+    """Whether this is Python's process that removes the shared memory of others once they have ended, and then ends."""
+    return any("multiprocessing.resource_tracker" in one for one in process.cmdline())
 
 
 def supervise(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlencode
@@ -21,6 +19,7 @@ from urllib.parse import urlencode
 import msgspec
 import zmq
 
+from tracewire_bus.owned_folder import OwnedFolder
 from tracewire_bus.wire.messages import Failure
 
 from .addresses import Guard, bind, connect, is_remote
@@ -39,6 +38,9 @@ logger = logging.getLogger("tracewire")
 _encoder = msgspec.msgpack.Encoder()
 
 _decoder = msgspec.msgpack.Decoder(list[Report])
+
+#: The longest name of a socket in the folder of a link, or a longer one.
+_LONGEST = len("adapter-999/link-blobs")
 
 _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 
@@ -133,8 +135,9 @@ class Receiver:
 class LinkReceiver(Receiver):
     """The adapter's end: binds a socket in a private folder, and returns the reports that come.
 
-    The constructor makes the folder, because the engine needs the address before it starts. `close` removes it. With
-    `host`, an address of this machine, workers on other machines can connect; `address` then contains their keys.
+    The constructor makes the folder, because the engine needs the address before it starts. `close` removes the folder.
+    If the adapter is killed, the next adapter on this machine removes it. With `host`, an address of this machine,
+    workers on other machines can connect; `address` then contains their keys.
 
     Where an engine has several adapters, the first one's constructor is called like this, and the others' with the
     first one's address as `beside`, and the adapter's number as `adapter`.
@@ -142,14 +145,13 @@ class LinkReceiver(Receiver):
 
     def __init__(self, host: str | None = None, *, beside: str = "", adapter: int = 0) -> None:
         self._adapter = adapter
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnedFolder | None = None
         if beside:
             self.folder = inputs_folder(address_of(beside, adapter))
             self.folder.mkdir(mode=0o700)
         else:
-            self._folder = tempfile.TemporaryDirectory(prefix="tracewire-link-")
-            os.chmod(self._folder.name, 0o700)
-            self.folder = Path(self._folder.name)
+            self._folder = OwnedFolder("tracewire-link-", _LONGEST)
+            self.folder = self._folder.path
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -174,7 +176,7 @@ class LinkReceiver(Receiver):
             unprotect()
         self._context.destroy(linger=0)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()

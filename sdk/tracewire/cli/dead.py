@@ -11,12 +11,11 @@ import msgspec
 
 from tracewire.client import connect
 from tracewire.errors import UnknownDeadLetter
-from tracewire_bus.transport.urls import redacted
 
 from .commands import add_command, add_group
 from .format import timestamp
 from .model_names import add_model
-from .printing import print_json, print_json_line, print_rows, remark
+from .printing import place, print_json, print_json_line, print_rows, remark
 
 __all__ = ["add_dead"]
 
@@ -58,7 +57,7 @@ async def _list(options: argparse.Namespace) -> int:
         print_json([dict(zip(_COLUMNS, row, strict=True)) for row in rows])
         return 0
     if not rows:
-        remark(f"No dead letters{f' of {options.model!r}' if options.model else ''} on {redacted(url)}.")
+        remark(f"No dead letters{f' of {options.model!r}' if options.model else ''} on {place(url, options.prefix)}.")
     print_rows(_COLUMNS, rows)
     return 0
 

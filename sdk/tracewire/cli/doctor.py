@@ -22,7 +22,7 @@ from tracewire_bus.wire.messages import SCHEMA, Accepted, Probe
 from .commands import add_command
 from .format import counted
 from .model_names import add_model
-from .printing import print_json, rich_terminal
+from .printing import place, print_json, rich_terminal, start_command
 
 __all__ = ["Finding", "add_doctor", "clock_findings", "engine_findings", "model_findings", "redis_findings"]
 
@@ -105,7 +105,7 @@ async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
                 advice = "let the user run INFO and TIME, or run this command as another user (docs/redis.md)"
                 yield Finding("redis", "warning", f"Redis does not say how it is set up: {error}", advice)
             engines = await client.engines.list()
-            for one in engine_findings(engines, redacted(client.url), options.model):
+            for one in engine_findings(engines, client.url, options.prefix, options.model):
                 yield one
             yield await _dead_letters(client)
             for info in await client.models.list():
@@ -171,16 +171,16 @@ def clock_findings(check: str, whose: str, ahead_s: float, unsure_s: float) -> l
     return [Finding(check, "ok", message)]
 
 
-def engine_findings(engines: Sequence[Engine], url: str, model: str | None = None) -> list[Finding]:
+def engine_findings(engines: Sequence[Engine], url: str, prefix: str, model: str | None = None) -> list[Finding]:
     """Findings about the engines: whether any is ready, their states and versions."""
     wanted = [one for one in engines if model in (None, one.model)]
     if not wanted:
         what = f"no engines of {model!r}" if model else "no engines"
-        start = f"start one: tracewire engine {model or 'demo'} --url {url}"
+        start = f"start one: {start_command(url, prefix, model)}"
         if engines:
             served = ", ".join(sorted({repr(one.model) for one in engines}))
             start = f"name a model that is served: {served}; or {start}"
-        return [Finding("engines", "problem", f"{what} on {url}", start)]
+        return [Finding("engines", "problem", f"{what} on {place(url, prefix)}", start)]
     found = []
     if not any(one.ready for one in wanted):
         found.append(Finding("engines", "problem", "no ready engine", "start one, or wait until one is ready"))

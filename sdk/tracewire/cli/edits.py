@@ -11,13 +11,12 @@ from tracewire.admin.edits import Edit, EditOutput
 from tracewire.capture.intervention import Intervention
 from tracewire.client import connect
 from tracewire.errors import InvalidEdit
-from tracewire_bus.transport.urls import redacted
 
 from .blocks import BLOCK, load_block
 from .commands import UsageError, add_command, add_group
 from .format import counted, short_value
 from .model_names import add_model
-from .printing import no_engines, print_json, print_json_line, print_rows, remark
+from .printing import no_engines, place, print_json, print_json_line, print_rows, remark
 from .requests import add_interventions, specs_of
 from .specs import declared
 
@@ -97,15 +96,16 @@ def _add_install(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> No
 async def _list(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
         edits = await client.edits(options.model).list()
-        served = any(info.name == options.model for info in await client.models.list())
+        served = [info.name for info in await client.models.list()]
         url = client.url
     if options.json:
         print_json([_edit_json(edit) for edit in edits])
         return 0
     if not edits:
-        remark(f"No edits of {options.model!r} on {redacted(url)}. Install one: tracewire edits install --help")
-    if not served:
-        no_engines(url, options.model)
+        where = place(url, options.prefix)
+        remark(f"No edits of {options.model!r} on {where}. Install one: tracewire edits install --help")
+    if options.model not in served:
+        no_engines(url, options.prefix, options.model, served)
     print_rows(("name", "version", "scope", "what", "state"), [_edit_row(edit) for edit in edits])
     return 0
 

@@ -19,7 +19,7 @@ from tracewire.traces.served_models import ModelInfo
 from .commands import UsageError, add_command
 from .format import counted
 from .model_names import add_model
-from .printing import no_engines, print_json, print_json_line, print_rows
+from .printing import no_engines, place, print_json, print_json_line, print_rows
 
 __all__ = ["add_engines", "names_of_host"]
 
@@ -94,13 +94,14 @@ def _add_host(parser: argparse.ArgumentParser, text: str) -> None:
 
 async def _engines(options: argparse.Namespace) -> int:
     async with connect(options.url, prefix=options.prefix) as client:
-        engines = await client.engines.list(model=options.model)
+        live = await client.engines.list()
         url = client.url
+    engines = [one for one in live if options.model in (None, one.model)]
     if options.json:
         print_json([msgspec.structs.asdict(engine) for engine in engines])
         return 0
     if not engines:
-        no_engines(url, options.model)
+        no_engines(url, options.prefix, options.model, sorted({one.model for one in live}))
     rows = []
     for engine in engines:
         versions = " ".join(f"{name} {version}" for name, version in engine.versions.items() if version)
@@ -125,7 +126,11 @@ async def _drain(options: argparse.Namespace) -> int:
             here = await names_of_host(client, options.host)
             names += here
             if not here:
-                print(f"tracewire: no engine runs on host {options.host!r} (tracewire engines)", file=sys.stderr)
+                where = place(client.url, options.prefix)
+                print(
+                    f"tracewire: no engine runs on host {options.host!r} (tracewire engines); looked on {where}",
+                    file=sys.stderr,
+                )
                 return 1
         drained = [await client.engines.drain(name, timeout=options.timeout) for name in dict.fromkeys(names)]
         asked = {one.engine.name for one in drained}
@@ -164,6 +169,7 @@ async def _ready(options: argparse.Namespace) -> int:
     try:
         async with connect(options.url, prefix=options.prefix, retry_timeout=_PROBE_S) as client:
             engines = await client.engines.list(model=options.model)
+            where = place(client.url, options.prefix)
     except ConnectError as error:
         if not options.alive:
             raise
@@ -189,7 +195,7 @@ async def _ready(options: argparse.Namespace) -> int:
         if text
     )
     missing = f"no {wanted} runs" if options.alive else f"no ready {wanted}"
-    print(f"tracewire: {missing} (tracewire engines lists them)", file=sys.stderr)
+    print(f"tracewire: {missing} (tracewire engines lists them); looked on {where}", file=sys.stderr)
     return 1
 
 
@@ -202,7 +208,7 @@ async def _models(options: argparse.Namespace) -> int:
         print_json([_model_json(info, tree) for info, tree in zip(models, trees, strict=True)])
         return 0
     if not models:
-        no_engines(url)
+        no_engines(url, options.prefix)
     columns = ("model", "engines", "running", "dtype", "layers", "context", "differences")
     if not options.tree:
         print_rows(columns, [_model_row(info) for info in models])

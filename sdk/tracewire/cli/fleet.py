@@ -79,8 +79,11 @@ class Fleet:
     def __init__(self, client: Client, group: anyio.abc.TaskGroup, model: str | None = None) -> None:
         self._client = client
         self._group = group
-        self._model = model
+        #: Whose engines and traces are shown; `None` for all.
+        self.model = model
         self.engines: list[Engine] = []
+        #: The names of all models that are served.
+        self.served: list[str] = []
         self.traces: dict[str, Followed] = {}
         #: Why the last look failed; `""` if it did not.
         self.error = ""
@@ -88,9 +91,10 @@ class Fleet:
     async def look(self) -> None:
         """Ask for the engines and traces, and follow the traces that are new."""
         try:
-            self.engines = await self._client.engines.list(model=self._model)
-            listed = await self._client.traces.list(model=self._model, states=_RUNNING, limit=_FOLLOWED)
-            self.error = ""
+            running = await self._client.engines.list()
+            listed = await self._client.traces.list(model=self.model, states=_RUNNING, limit=_FOLLOWED)
+            self.error, self.served = "", sorted({one.model for one in running})
+            self.engines = [one for one in running if self.model in (None, one.model)]
         except TracewireError as error:
             self.error = str(error)
             return

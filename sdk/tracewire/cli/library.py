@@ -15,11 +15,10 @@ import anyio.to_thread
 from tracewire.client import connect
 from tracewire.library import files
 from tracewire.library.entry import LibraryEntry
-from tracewire_bus.transport.urls import redacted
 from tracewire_bus.wire.library import LibraryKind
 
 from .commands import UsageError, add_command, add_group
-from .printing import print_json, print_rows, remark
+from .printing import place, print_json, print_rows, remark
 
 __all__ = ["add_library"]
 
@@ -131,7 +130,7 @@ async def _list(options: argparse.Namespace) -> int:
         print_json([_json(one) for one in found])
         return 0
     if not found:
-        remark(f"No entries on {redacted(url)}. Add one: tracewire library add --help")
+        remark(f"No entries on {place(url, options.prefix)}. Add one: tracewire library add --help")
     print_rows(("entry", "kind", "model", "at", "shape", "licence", "by"), [_row(one) for one in found])
     return 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio
 
-from tracewire.errors import TracewireError
+from tracewire.errors import TracewireError, UnknownTrace
 
 from .acl import add_acl
 from .approve import add_approve
@@ -37,7 +37,7 @@ from .harvest import add_harvest
 from .installed import COMMANDS, ENGINE, missing_engine
 from .keyring import add_keys
 from .library import add_library
-from .printing import print_any_character
+from .printing import PREFIX, place, print_any_character
 from .record import add_record
 from .redis import add_redis
 from .replay import add_replay
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         return status
     except BaseException as error:
-        return _status_of(_single(error))
+        return _status_of(_single(error), options)
 
 
 def _single(error: BaseException) -> BaseException:
@@ -115,7 +115,7 @@ def _single(error: BaseException) -> BaseException:
     return error
 
 
-def _status_of(error: BaseException) -> int:
+def _status_of(error: BaseException, options: argparse.Namespace) -> int:
     """Print an error that the user can mend, and return the exit status; raise any other."""
     match error:
         case BrokenPipeError():
@@ -126,7 +126,7 @@ def _status_of(error: BaseException) -> int:
             print(f"tracewire: {error}", file=sys.stderr)
             return 2
         case TracewireError():
-            print(f"tracewire: {error}", file=sys.stderr)
+            print(f"tracewire: {error}{_looked(error, options)}", file=sys.stderr)
             return 1
         case KeyboardInterrupt():
             if sys.stderr.isatty():
@@ -134,6 +134,15 @@ def _status_of(error: BaseException) -> int:
                 print(file=sys.stderr)
             return 130
     raise error
+
+
+def _looked(error: TracewireError, options: argparse.Namespace) -> str:
+    """Where a command has looked that finds no trace, or no engine at all."""
+    if not isinstance(error, UnknownTrace) and getattr(error, "available", True):
+        return ""
+    url, prefix = (getattr(options, name, None) for name in ("url", "prefix"))
+    url = url or os.environ.get("TRACEWIRE_URL")
+    return f"; looked on {place(url, prefix)}" if url and prefix else ""
 
 
 def _print_version() -> int:
@@ -162,7 +171,7 @@ def _built() -> tuple[Parser, Container[str]]:
     shared.add_argument(
         "--url-file", metavar="FILE", help="read the Redis URL from this file or descriptor (/dev/fd/3)"
     )
-    shared.add_argument("--prefix", default="tw", help="prefix of all keys on Redis (default: tw)")
+    shared.add_argument("--prefix", default=PREFIX, help=f"prefix of all keys on Redis (default: {PREFIX})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     parents = (shared,)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 from tracewire_bus.transport.urls import redacted
 
 __all__ = [
+    "PREFIX",
+    "engineless",
     "no_engines",
+    "place",
     "print_any_character",
     "print_json",
     "print_json_line",
@@ -20,7 +25,11 @@ __all__ = [
     "print_rows",
     "remark",
     "rich_terminal",
+    "start_command",
 ]
+
+#: The prefix of the keys on Redis, by default.
+PREFIX: Final = "tw"
 
 
 def rich_terminal() -> bool:
@@ -116,7 +125,26 @@ def remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def no_engines(url: str, model: str | None = None) -> None:
-    """Say that no engine serves, and how to start one."""
-    what = f"No engines of {model!r}" if model else "No engines"
-    remark(f"{what} on {redacted(url)}. Start one: tracewire engine {model or 'demo'} --url {redacted(url)}")
+def place(url: str, prefix: str) -> str:
+    """Where a command has looked: the Redis, without a password, and the prefix of the keys."""
+    return f"{redacted(url)} with the prefix {prefix!r}"
+
+
+def start_command(url: str, prefix: str, model: str | None = None) -> str:
+    """The command that starts an engine of a model there."""
+    more = f" --prefix {shlex.quote(prefix)}" if prefix != PREFIX else ""
+    return f"tracewire engine {model or 'demo'} --url {redacted(url)}{more}"
+
+
+def engineless(url: str, prefix: str, model: str | None = None, served: Sequence[str] = ()) -> str:
+    """What to say where no engine serves `model`: which models are served, and how to start an engine."""
+    text = f"No engines{f' of {model!r}' if model else ''} on {place(url, prefix)}"
+    text += f"; served now: {', '.join(map(repr, served))}" if served else ""
+    if model and (near := get_close_matches(model, served, 1)):
+        return f"{text}; did you mean {near[0]!r}?"
+    return f"{text}. Start one: {start_command(url, prefix, model)}"
+
+
+def no_engines(url: str, prefix: str, model: str | None = None, served: Sequence[str] = ()) -> None:
+    """Say that no engine serves, as `engineless` has it."""
+    remark(engineless(url, prefix, model, served))

@@ -15,6 +15,7 @@ from tracewire.traces.output import Final
 from tracewire.traces.trace import Trace
 
 from .commands import add_command
+from .outage import outages_told
 from .presenters import Presenter, presenter
 from .printing import print_json_line, remark
 from .requests import add_request, prompt_of, request_of
@@ -74,8 +75,9 @@ async def _run(options: argparse.Namespace) -> int:
         elif request.live:
             first = next(iter(request.live))
             remark(f"tracewire: steer it with: tracewire steer {trace.id} {first}=VALUE")
-        with presenter(trace.id, as_json=options.json, saves=request.saves) as shown:
-            final = await shown_trace(trace, shown)
+        async with outages_told(client):
+            with presenter(trace.id, as_json=options.json, saves=request.saves) as shown:
+                final = await shown_trace(trace, shown)
         if request.saves and not options.json:
             remark(f"tracewire: keep its saves with: tracewire export {trace.id} --to FILE")
         if succeeded(final):

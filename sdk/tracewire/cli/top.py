@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 
 from tracewire.client import connect
-from tracewire_bus.transport.urls import redacted
 
 from .commands import UsageError, add_command
 from .fleet import Fleet
@@ -53,7 +52,7 @@ async def _top(options: argparse.Namespace) -> int:
         if options.json or options.count is not None or not (rich_terminal() and sys.stdin.isatty()):
             await _print_looks(fleet, options, client.url)
         else:
-            await _show(TopScreen(client, fleet, redacted(client.url)), fleet, options.interval)
+            await _show(TopScreen(client, fleet, client.url, options.prefix), fleet, options.interval)
         group.cancel_scope.cancel()
     return 0
 
@@ -69,7 +68,7 @@ async def _print_looks(fleet: Fleet, options: argparse.Namespace, url: str) -> N
             print_json_line(found)
         else:
             if not found["engines"]:
-                no_engines(url, options.model)
+                no_engines(url, options.prefix, options.model, fleet.served)
             print_rows(
                 ("engine", "model", "state", "running", "tokens/s"),
                 [

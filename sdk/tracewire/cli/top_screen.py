@@ -7,9 +7,11 @@ from typing import Any
 
 from tracewire.client import Client
 from tracewire.errors import TracewireError
+from tracewire_bus.transport.urls import redacted
 
 from .fleet import Fleet, Followed
 from .presenters import trace_drawing
+from .printing import engineless
 
 __all__ = ["TopScreen"]
 
@@ -21,10 +23,11 @@ _TRACE_KEYS = "left/right steer   up/down choose   [ ] step   p pauses or resume
 class TopScreen:
     """The list of engines and traces, or one trace that is open."""
 
-    def __init__(self, client: Client, fleet: Fleet, url: str) -> None:
+    def __init__(self, client: Client, fleet: Fleet, url: str, prefix: str) -> None:
         self._client = client
         self._fleet = fleet
         self._url = url
+        self._prefix = prefix
         self._chosen = ""
         self._open: Followed | None = None
         self._parameter = ""
@@ -157,8 +160,9 @@ class TopScreen:
             cells = [f"{mark} {trace.listed.trace_id[:12]}", trace.listed.model, trace.state]
             cells += [f"{trace.view.tokens} tokens", speed, _first_plot(trace)]
             traces.add_row(*(Text(cell, style=style) for cell in cells))
-        nothing = "No engines. Start one: tracewire engine demo" if not self._fleet.engines else ""
-        head = Text(f"tracewire top   {self._url}   {len(self._fleet.traces)} running traces", style="bold")
+        about = self._url, self._prefix, self._fleet.model, self._fleet.served
+        nothing = engineless(*about) if not self._fleet.engines else ""
+        head = Text(f"tracewire top   {redacted(self._url)}   {len(self._fleet.traces)} running traces", style="bold")
         return Group(head, Text(""), Text(nothing) if nothing else engines, Text(""), traces)
 
     def _draw_trace(self, opened: Followed, width: int, height: int) -> Any:

@@ -10,20 +10,19 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
 from tracewire.client import connect
+from tracewire_bus.owned_folder import OwnedFolder
 from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError
 from tracewire_bus.transport.urls import redacted
 
@@ -167,8 +166,8 @@ class _Children(list[Child]):
 async def _children(options: argparse.Namespace, url: str) -> AsyncIterator[_Children]:
     """The engine and the gateway, which start at the same time."""
     environment = {"TRACEWIRE_URL": url}
-    with tempfile.TemporaryDirectory(prefix="tracewire-up-") as folder:
-        logs = None if options.verbose else Path(folder)
+    with OwnedFolder("tracewire-up-") as folder:
+        logs = None if options.verbose else folder.path
         # Running traces end soon after Ctrl-C. An option that is given comes later, and counts.
         arguments = [options.model, "--prefix", options.prefix, *([] if _gives_drain(options) else ["--drain", "1"])]
         children = _Children([Child("engine", [*arguments, *options.more], environment, logs and logs / "engine.log")])

@@ -186,20 +186,20 @@ def engine_of(**fields: Any) -> Engine:
     ],
 )
 def test_engines(fields: dict[str, Any], status: str, says: str) -> None:
-    *_, found = engine_findings([engine_of(**fields)], "redis://host")
+    *_, found = engine_findings([engine_of(**fields)], "redis://host", "tw")
     assert (found.check, found.status) == ("engine e1", status)
     assert says in found.message
     assert bool(found.advice) == (status != "ok")
 
 
 def test_no_engine_is_ready() -> None:
-    first, *_ = engine_findings([engine_of(state="draining")], "redis://host")
+    first, *_ = engine_findings([engine_of(state="draining")], "redis://host", "tw")
     assert (first.status, first.message) == ("problem", "no ready engine")
-    (first,) = engine_findings([engine_of()], "redis://host", "other")
-    assert first.message == "no engines of 'other' on redis://host"
+    (first,) = engine_findings([engine_of()], "redis://host", "tw", "other")
+    assert first.message == "no engines of 'other' on redis://host with the prefix 'tw'"
     served = f"name a model that is served: {engine_of().model!r}"
     assert first.advice == f"{served}; or start one: tracewire engine other --url redis://host"
-    (first,) = engine_findings([], "redis://host", "other")
+    (first,) = engine_findings([], "redis://host", "tw", "other")
     assert first.advice == "start one: tracewire engine other --url redis://host"
 
 

@@ -63,7 +63,9 @@ async def test_the_command_lists_probes_and_drains(
 ) -> None:
     where = ("--url", embedded, "--prefix", prefix)
     assert await run_command("ready", *where) == 1
-    assert capsys.readouterr().err == "tracewire: no ready engine (tracewire engines lists them)\n"
+    assert capsys.readouterr().err == (
+        f"tracewire: no ready engine (tracewire engines lists them); looked on {embedded} with the prefix {prefix!r}\n"
+    )
     assert await run_command("drain", "nobody", *where) == 1
     assert "no engine is called 'nobody'" in capsys.readouterr().err
     assert await run_command("drain", *where) == 2

@@ -64,28 +64,32 @@ def test_a_table_leaves_out_the_last_columns_if_they_are_empty() -> None:
 
 def test_remarks_do_not_mix_with_data(capsys: pytest.CaptureFixture[str]) -> None:
     remark("a remark")
-    no_engines("redis://user:secret@host", "llama")
+    no_engines("redis://user:secret@host", "tw", "llama")
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "secret" not in shown.err
-    assert "No engines of 'llama' on redis://" in shown.err
-    assert "Start one: tracewire engine llama" in shown.err
+    assert "No engines of 'llama' on redis://user:***@host with the prefix 'tw'. " in shown.err
+    assert shown.err.endswith("Start one: tracewire engine llama --url redis://user:***@host\n")
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("models",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
-        (("engines",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
-        (("engines", "--model", "a"), "No engines of 'a' on {url}. Start one: tracewire engine a --url {url}\n"),
-        (("dead", "list"), "No dead letters on {url}.\n"),
-        (("dead", "list", "--model", "a"), "No dead letters of 'a' on {url}.\n"),
+        (("models",), "No engines on {place}. Start one: tracewire engine demo --url {url} --prefix {prefix}\n"),
+        (("engines",), "No engines on {place}. Start one: tracewire engine demo --url {url} --prefix {prefix}\n"),
+        (
+            ("engines", "--model", "a"),
+            "No engines of 'a' on {place}. Start one: tracewire engine a --url {url} --prefix {prefix}\n",
+        ),
+        (("dead", "list"), "No dead letters on {place}.\n"),
+        (("dead", "list", "--model", "a"), "No dead letters of 'a' on {place}.\n"),
         (
             ("edits", "list", "a"),
-            "No edits of 'a' on {url}. Install one: tracewire edits install --help\n"
-            "No engines of 'a' on {url}. Start one: tracewire engine a --url {url}\n",
+            "No edits of 'a' on {place}. Install one: tracewire edits install --help\n"
+            "No engines of 'a' on {place}. Start one: tracewire engine a --url {url} --prefix {prefix}\n",
         ),
-        (("top",), "No engines on {url}. Start one: tracewire engine demo --url {url}\n"),
+        (("library", "list"), "No entries on {place}. Add one: tracewire library add --help\n"),
+        (("top",), "No engines on {place}. Start one: tracewire engine demo --url {url} --prefix {prefix}\n"),
     ],
 )
 async def test_an_empty_bus_says_so_and_what_to_start(
@@ -93,7 +97,60 @@ async def test_an_empty_bus_says_so_and_what_to_start(
 ) -> None:
     options = ("--interval", "0.05") if words == ("top",) else ()
     assert await command(*words, *options, "--url", redis_url, "--prefix", prefix) == 0
-    assert capsys.readouterr() == ("", says.format(url=redis_url))
+    assert capsys.readouterr() == (
+        "",
+        says.format(url=redis_url, prefix=prefix, place=f"{redis_url} with the prefix {prefix!r}"),
+    )
+
+
+@pytest.mark.parametrize("words", [("engines", "--model"), ("edits", "list"), ("top", "--interval", "0.05", "--model")])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("tinny", "; served now: 'tiny'; did you mean 'tiny'?"),
+        ("gpt", "; served now: 'tiny'. Start one: tracewire engine gpt --url {url} --prefix {prefix}"),
+    ],
+)
+async def test_another_models_name_is_met_with_those_that_are_served(
+    engine: Callable[..., Any],
+    redis_url: str,
+    prefix: str,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    model: str,
+    says: str,
+) -> None:
+    async with engine(tiny):
+        assert await command(*words, model, "--url", redis_url, "--prefix", prefix) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    where = f"{redis_url} with the prefix {prefix!r}"
+    assert last == f"No engines of {model!r} on {where}{says.format(url=redis_url, prefix=prefix)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("watch", "nowhere"), "no trace 'nowhere'"),
+        (("run", "tiny", "x"), "no engine serves the model 'tiny'"),
+        (("drain", "e1"), "no engine is called 'e1'"),
+    ],
+)
+@pytest.mark.parametrize("by", ["option", "environment"])
+async def test_an_error_on_an_empty_bus_says_where_the_command_has_looked(
+    redis_url: str,
+    prefix: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    says: str,
+    by: str,
+) -> None:
+    monkeypatch.setenv("TRACEWIRE_URL", redis_url if by == "environment" else "redis://elsewhere")
+    where = () if by == "environment" else ("--url", redis_url)
+    assert await command(*words, *where, "--prefix", prefix) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"tracewire: {says}")
+    assert error.endswith(f"; looked on {redis_url} with the prefix {prefix!r}\n")
 
 
 @pytest.mark.parametrize("words", [("models",), ("engines",), ("dead", "list"), ("edits", "list", "a")])

@@ -45,7 +45,7 @@ async def test_a_trace_is_opened_and_steered(
 
 async def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(redis_url: str, prefix: str) -> None:
     with on_terminal("top", "--prefix", prefix, TRACEWIRE_URL=redis_url) as terminal:
-        await terminal.wait("No engines. Start one: tracewire engine demo")
+        await terminal.wait(f"with the prefix {prefix!r}. Start one:")
         terminal.press("\x03")
         assert await terminal.wait_end() == 130
 

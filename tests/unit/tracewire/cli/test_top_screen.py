@@ -28,7 +28,7 @@ async def test_the_keys(client: Client, engine: Callable[..., Any]) -> None:
     live = {"alpha": 0.0, "flag": False, "word": "code", "count": 3}
     async with engine(steered_story), anyio.create_task_group() as group, AsyncExitStack() as stack:
         fleet = Fleet(client, group)
-        screen = TopScreen(client, fleet, "redis://here")
+        screen = TopScreen(client, fleet, "redis://here", "keys")
         assert await screen.press("enter")
         assert "No engines" in drawn(screen)
         # The list has milliseconds: the first trace generates before the second one is submitted.
@@ -70,7 +70,8 @@ async def test_the_keys(client: Client, engine: Callable[..., Any]) -> None:
 
             await screen.press("c")
             assert f"press c again to cancel {older.id}" in drawn(screen)
-            await screen.press("right")
+            # Any other key. One that steers would be the sixth, after which the story ends.
+            await screen.press("]")
             await screen.press("c")
             assert "press c again" in drawn(screen)
             await screen.press("c")
@@ -99,7 +100,7 @@ async def test_the_keys(client: Client, engine: Callable[..., Any]) -> None:
 async def test_a_trace_without_live_numbers(client: Client, engine: Callable[..., Any]) -> None:
     async with engine(steered_story), anyio.create_task_group() as group:
         fleet = Fleet(client, group)
-        screen = TopScreen(client, fleet, "redis://here")
+        screen = TopScreen(client, fleet, "redis://here", "keys")
         async with client.trace("tiny", "x") as trace:
             await anext(trace)
             await fleet.look()
@@ -107,3 +108,13 @@ async def test_a_trace_without_live_numbers(client: Client, engine: Callable[...
             await screen.press("right")
             assert "no live parameter that is a number" in drawn(screen)
         group.cancel_scope.cancel()
+
+
+async def test_a_model_that_is_not_served_is_met_with_those_that_are(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    async with engine(steered_story), anyio.create_task_group() as group:
+        fleet = Fleet(client, group, "tinny")
+        screen = TopScreen(client, fleet, "redis://here", "keys")
+        await fleet.look()
+        assert "with the prefix 'keys'; served now: 'tiny'; did you mean 'tiny'?" in " ".join(drawn(screen).split())

@@ -130,6 +130,27 @@ def test_the_store_of_a_dead_engine_is_taken_over(tmp_path: Path, store: Segment
     assert (limit.nbytes, adopted.nbytes) == (0, 0)
 
 
+def test_a_store_is_removed_once_its_engine_and_its_private_redis_are_gone(tmp_path: Path, limit: Limit) -> None:
+    socket, parent = tmp_path / "redis.sock", tmp_path / "stores"
+    socket.touch()
+    private = SegmentFolder.create(parent, "private", limit, socket)
+    public = SegmentFolder.create(parent, "public", limit)
+    segments = [store.open("t") for store in (private, public)]
+    (parent / "other").mkdir()
+    assert SegmentFolder.sweep(parent) == 0
+    socket.unlink()
+    # The engine lives.
+    assert SegmentFolder.sweep(parent) == 0
+    socket.touch()
+    left(private, segments[0])
+    left(public, segments[1])
+    # The private Redis runs.
+    assert SegmentFolder.sweep(parent) == 0
+    socket.unlink()
+    assert SegmentFolder.sweep(parent) == 1
+    assert {path.name for path in parent.iterdir()} == {public.store, "other"}
+
+
 def test_an_empty_store_is_removed(tmp_path: Path, store: SegmentFolder) -> None:
     store.open("t")
     store.forget("t")

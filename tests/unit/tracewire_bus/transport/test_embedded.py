@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 
 from tests.support.until import until
 from tracewire_bus.bus import Bus
+from tracewire_bus.owned_folder import MAX_SOCKET_PATH
 from tracewire_bus.transport import embedded as module
-from tracewire_bus.transport.embedded import MAX_SOCKET_PATH, EmbeddedServer, EmbeddedServerError
+from tracewire_bus.transport.embedded import EmbeddedServer, EmbeddedServerError, private_socket
 
 
 def folder_of(url: str) -> Path:
@@ -75,6 +77,22 @@ async def test_it_is_private_and_leaves_nothing_behind() -> None:
     assert not psutil.pid_exists(pid)
     with pytest.raises(EmbeddedServerError, match="not running"):
         _ = server.url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://localhost", "unix:///run/redis.sock", "unix:///tmp/tracewire-redis-x/other.sock", "redis://h/redis.sock"],
+)
+def test_other_redis_servers_are_not_private(url: str) -> None:
+    assert private_socket(url) is None
+
+
+async def test_a_private_one_is_known_by_its_url() -> None:
+    async with EmbeddedServer.start() as server:
+        socket = private_socket(server.url)
+        assert socket is not None
+        assert socket.is_socket()
+        assert private_socket(f"{server.url}?db=1") == socket
 
 
 async def test_a_bus_may_have_one_of_its_own_and_share_it() -> None:
@@ -193,7 +211,7 @@ async def test_without_any_redis_it_says_what_to_install(monkeypatch: pytest.Mon
 async def test_a_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
-    monkeypatch.setattr(module.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     async with EmbeddedServer.start() as server:
         assert len(server.url.removeprefix("unix://")) < MAX_SOCKET_PATH
 

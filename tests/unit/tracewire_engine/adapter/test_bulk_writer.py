@@ -245,13 +245,19 @@ async def test_the_next_engine_takes_over_what_a_dead_one_had(client: Client, bu
         whole(await client.get_state("u"), "other")
 
 
-async def test_engines_of_another_bus_leave_it(client: Client, bus: Bus, tmp_path: Path) -> None:
+async def test_engines_of_another_bus_leave_it_unless_that_is_gone_for_good(
+    client: Client, bus: Bus, tmp_path: Path
+) -> None:
     store = SegmentFolder.create(tmp_path, "another bus", bulk_writer.Limit(100))
-    store.open("t")
-    os.close(store._lock)
+    # A private Redis that is gone comes back to no engine.
+    orphan = SegmentFolder.create(tmp_path, "private bus", bulk_writer.Limit(100), tmp_path / "gone.sock")
+    for one in (store, orphan):
+        one.open("t")
+        os.close(one._lock)
     async with engine(bus, client, bulk(tmp_path)) as gate:
         await run(bus, client, gate)
         assert store.path.exists()
+        assert not orphan.path.exists()
 
 
 # --- the archive ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from tracewire_bus.wire.messages import ModuleInfo
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.launch import adapter_process, cli
 from tracewire_engine.launch.adapter_group import AdapterGroup
-from tracewire_engine.launch.cli import _stranger
+from tracewire_engine.launch.cli import _sockets_below, _stranger
 from tracewire_engine.launch.options import add_options
+from tracewire_engine.link.step_link import LinkReceiver
 
 PATIENCE = 60
 
@@ -38,6 +40,20 @@ def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_options(parser.add_argument_group("tracewire"), {})
     return parser.parse_args(["MODEL", *arguments])
+
+
+def test_vllms_sockets_are_in_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    _sockets_below(tmp_path / ("x" * 100))
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
+    with LinkReceiver() as link:
+        _sockets_below(link.folder)
+        assert Path(get_open_zmq_ipc_path().removeprefix("ipc://")).parent == link.folder
+        _sockets_below(tmp_path)
+        assert os.environ["VLLM_RPC_BASE_PATH"] == str(link.folder)
 
 
 async def test_it_says_ready_when_the_registry_has_it_and_not_before(

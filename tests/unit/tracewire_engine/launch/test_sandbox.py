@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.killed_owner import left_by_killed
 from tracewire_engine.launch import sandbox as module
 from tracewire_engine.launch.sandbox import SandboxError, outside, sandbox, seccomp_filter
 
@@ -61,6 +62,11 @@ def _inside(queue: Any, shared: str, secret: str, port: int, pid: int) -> None:
         "write beside": (_write, (f"{Path(sys.executable).parent}/tracewire-was-here",)),
         "read a hidden file": (_read, (secret,)),
         "write the shared folder": (_write, (f"{shared}/written",)),
+        "write what starts the next": (_write, (f"{shared}/python",)),
+        "replace what starts the next": (os.rename, (f"{shared}/python", f"{shared}/other")),
+        "remove what starts the next": (os.unlink, (f"{shared}/python",)),
+        "write the next one's filter": (_write, (f"{shared}/seccomp",)),
+        "move the shared folder": (os.rename, (shared, f"{shared}-other")),
         "signal the parent": (os.kill, (pid, 0)),
         "who": (os.getuid, ()),
         "privileges": (_read, ("/proc/self/status",)),
@@ -69,6 +75,21 @@ def _inside(queue: Any, shared: str, secret: str, port: int, pid: int) -> None:
         "unshare": (_call, (272,)),
     }
     queue.put({name: _outcome(attempt, *given) for name, (attempt, given) in attempts.items()})
+
+
+@there
+def test_the_next_engine_removes_the_folder_of_one_that_was_killed() -> None:
+    makes = """
+from tracewire_engine.launch.sandbox import sandbox
+held = sandbox()
+path = held.__enter__()
+"""
+    left = left_by_killed(makes)
+    assert (left / "python").exists()
+    with sandbox() as shared:
+        assert not left.exists()
+        assert shared.exists()
+    assert not shared.exists()
 
 
 @there
@@ -94,6 +115,10 @@ def test_a_process_in_the_sandbox_reaches_nothing(tmp_path: Path) -> None:
     assert found["write the root"].startswith("OSError 30")
     assert found["write beside"].startswith("OSError 30")
     assert "sesame" not in found["read a hidden file"]
+    assert found["write what starts the next"].startswith("OSError 30")
+    assert found["write the next one's filter"].startswith("OSError 30")
+    for name in ("replace what starts the next", "remove what starts the next", "move the shared folder"):
+        assert found[name].startswith(("OSError 16", "OSError 18", "OSError 30", "PermissionError")), name
     assert found["signal the parent"].startswith("ProcessLookupError")
     assert found["who"] == "65534"
     assert "NoNewPrivs:\\t1" in found["privileges"]

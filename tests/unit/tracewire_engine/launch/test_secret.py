@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.killed_owner import left_by_killed
 from tracewire_engine.launch.secret import API_KEY, URL, Given, _without_hub_token, hub_token, shown
 
 SECRET = "sesame-4711"
@@ -133,3 +134,17 @@ def test_the_hubs_token_is_in_a_file_until_the_model_has_loaded(monkeypatch: pyt
         )
         assert found.stdout.strip() == SECRET
     assert not path.exists()
+
+
+def test_the_next_engine_removes_the_hubs_token_of_one_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN_PATH", "")
+    makes = f"""
+from tracewire_engine.launch.secret import hub_token
+held = hub_token({{"HF_TOKEN": {SECRET!r}}})
+held.__enter__()
+path = os.environ["HF_TOKEN_PATH"]
+"""
+    left = left_by_killed(makes)
+    assert left.read_text() == SECRET
+    with hub_token({"HF_TOKEN": SECRET}):
+        assert not left.exists()

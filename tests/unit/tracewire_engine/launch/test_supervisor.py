@@ -182,3 +182,23 @@ def test_signals_that_come_all_at_once(tmp_path: Path) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 process.send_signal(number)
         assert process.wait(timeout=60) in (0, -signal.SIGINT, -signal.SIGTERM)
+
+
+def test_what_was_killed_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """vLLM's ranks share memory, which Python's resource tracker removes. It is not killed before it has done so."""
+    # So many that the tracker takes longer than the supervisor.
+    then = """
+from multiprocessing import shared_memory
+held = [shared_memory.SharedMemory(create=True, size=1) for _ in range(200)]
+print(*[one.name for one in held], flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with supervised(tmp_path, then, restarts="0") as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    names = said.splitlines()[1].split()
+    assert len(names) == 200
+    left = [shared for name in names if (shared := Path("/dev/shm") / name).exists()]
+    for shared in left:
+        shared.unlink()
+    assert not left

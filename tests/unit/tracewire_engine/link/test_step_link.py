@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.far_link import adapter, reports, worker
+from tests.support.killed_owner import left_by_killed
 from tests.support.ring import filled, send
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import HeartbeatReceiver
@@ -93,3 +94,19 @@ def test_on_one_machine_nothing_listens() -> None:
         assert link.address.startswith("ipc://")
         assert link.guard is None
         assert inputs_at(link.address) == link.folder
+
+
+def test_the_next_adapter_removes_the_folder_of_one_that_was_killed() -> None:
+    makes = """
+from tracewire_engine.link.step_link import LinkReceiver
+link = LinkReceiver()
+other = LinkReceiver(beside=link.address, adapter=1)
+path = link.folder
+"""
+    left = left_by_killed(makes)
+    assert (left / "adapter-1" / "link").is_socket()
+    with LinkReceiver() as link, LinkReceiver() as other:
+        assert not left.exists()
+        assert link.folder.exists()
+        assert other.folder.exists()
+    assert not link.folder.exists()
