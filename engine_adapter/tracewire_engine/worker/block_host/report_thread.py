@@ -152,6 +152,9 @@ class ReportThread:
                     self._send_late(wait=False)
                 self._handle(self._epoll.poll(0))
                 self._send_gathered()
+                if self._late:
+                    # The thread sends them if no step follows.
+                    os.eventfd_write(self._wake, 1)
             finally:
                 self._working.release()
 

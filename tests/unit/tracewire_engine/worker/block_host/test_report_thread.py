@@ -385,3 +385,17 @@ def test_hosts_are_told_of_short_steps_together_and_of_long_ones_at_once(monkeyp
     assert not thread.short
     (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, calls.arrived())
     assert [event.message for event in sent.events] == [b"\0", b"\1", b"\2"]
+
+
+def test_a_host_is_told_of_the_last_step_when_none_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "_HELD_S", 3600.0)
+    monkeypatch.setattr(report_thread, "_LONG_S", 3600.0)
+    # The thread looks at nothing by itself.
+    monkeypatch.setattr(report_thread, "_LOOK_MS", 3_600_000)
+    thread, known, host, _ = stepping(monkeypatch, 0.05)
+    calls = HostChannel(host._other[1])
+    for number in range(2):
+        thread.send_later(LateTurn(known, Turn([Generated(bytes([number]))]), []))
+        thread.between_steps()
+    (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, [calls.receive(30)])
+    assert [event.message for event in sent.events] == [b"\0", b"\1"]
