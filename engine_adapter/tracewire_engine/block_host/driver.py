@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,9 @@ from .session import Session
 from .stand_ins import tree_of
 
 __all__ = ["Driver"]
+
+#: How long the first of several steps takes before they are reported one by one, in seconds.
+_SLOW_S = 0.02
 
 _turns = msgspec.msgpack.Decoder(Turn)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -154,26 +158,31 @@ class Driver:
     @torch.inference_mode()
     def run(self) -> None:
         """Take turns until the worker closes the connection."""
-        settings, turns, used = self._settings, 0, 0.0
+        settings, turns, used, mark = self._settings, 0, 0.0, 0
         limit = _limit(settings, waits=False)
         while True:
             try:
                 turn = _turns.decode(self._calls.receive())
             except ChannelClosed:
                 return
-            turns += 1
+            began, ended = time.monotonic(), 0
             wanted = _limit(settings, waits=turn.waits)
             if wanted != limit:
                 limit = wanted
                 time_limit.limit_turns(limit, alone=True)
-            if any(isinstance(event, Began) for event in turn.events):
-                used = 0.0
             time_limit.limit_together(limit - used if limit else None)
             self._names += turn.names
             reply = Reply()
             for event in turn.events:
                 self._expect_unchanged(reply)
+                if isinstance(event, Began):
+                    time_limit.limit_together(limit or None)
                 self._take(event, reply)
+                ended += isinstance(event, Ended)
+                if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
+                    # If the next step's blocks take long, what this one has saved is there.
+                    self._link.flush(turns + ended, mark, replied=False)
+            turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
             if not turn.waits:
                 self._expect_unchanged(reply)

@@ -19,6 +19,9 @@ _HEAD = struct.Struct("<I")
 #: How many bytes are read at once, and how many the kernel may hold of messages that the other end has not read.
 _PIECE, _HELD = 1 << 18, 4 << 20
 
+#: How much memory a message is given before that much of it has come.
+_GIVEN = 1 << 20
+
 #: In how many pieces a message may come, besides one for each so many bytes: each piece wakes its reader.
 _PIECES, _PER_PIECE = 1024, 1 << 10
 
@@ -60,11 +63,11 @@ class HostChannel:
         self._lock = threading.Lock()
         #: The messages that are complete.
         self._arrived: deque[bytes | bytearray] = deque()
-        #: The beginning of a message of which not even the size is known; and one that has not come whole, of which so
-        #: many bytes have come in so many pieces.
+        #: The beginning of a message of which not even the size is known; and one that has not come whole: its size,
+        #: how many bytes of it have come, and in how many pieces.
         self._head = b""
         self._message: bytearray | None = None
-        self._come = self._pieces = 0
+        self._size = self._come = self._pieces = 0
         #: Why nothing is read any more, if so.
         self._broken: ChannelClosed | None = None
 
@@ -196,9 +199,12 @@ class HostChannel:
         """Note that so many more bytes of the message have come."""
         assert self._message is not None
         self._come += size
-        if self._come == len(self._message):
+        if self._come == self._size:
             self._arrived.append(self._message)
             self._message, self._come, self._pieces = None, 0, 0
+        elif self._come == len(self._message):
+            # Memory grows with what has come: the size is only what the other end says.
+            self._message += self._room(min(self._come, self._size - self._come))
 
     def _split(self, piece: memoryview) -> None:
         """Take the messages out of a piece, and begin the one that has not come whole."""
@@ -220,12 +226,15 @@ class HostChannel:
 
     def _begin(self, size: int, piece: memoryview) -> None:
         """Begin a message of which this has come."""
-        try:
-            self._message = bytearray(size)
-        except MemoryError:
-            raise ChannelClosed(f"there is no memory for a message of {size} bytes") from None
-        self._come = len(piece)
+        self._size, self._come = size, len(piece)
+        self._message = self._room(min(size, max(_GIVEN, 2 * len(piece))))
         self._message[: len(piece)] = piece
+
+    def _room(self, size: int) -> bytearray:
+        try:
+            return bytearray(size)
+        except MemoryError:
+            raise ChannelClosed(f"there is no memory for a message of {self._size} bytes") from None
 
     def _next(self) -> bytes | bytearray | None:
         return self._arrived.popleft() if self._arrived else None

@@ -144,13 +144,15 @@ class Turn(msgspec.Struct, array_like=True):
     """Events, for one host.
 
     `names` are names of locations that the host has not been told before. `mark` counts the bytes that the worker has
-    shared so far. A step whose rows take more memory than the worker and the host share has several turns.
+    shared so far. A step whose rows take more memory than the worker and the host share has several turns. `turns` is
+    how many turns were joined in this one.
     """
 
     events: list[Event]
     waits: bool = False
     names: list[str] = []
     mark: int = 0
+    turns: int = 1
 
 
 class Wait(NamedTuple):

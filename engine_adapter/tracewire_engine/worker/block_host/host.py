@@ -78,8 +78,13 @@ class LateTurn:
 
     def __init__(self, host: BlockHost, turn: Turn, late: list[LateRows | HostRows]) -> None:
         self.host, self._turn, self._late = host, turn, late
-        #: How many turns it is, as `join` has made it; and since when it waits.
-        self.turns, self.since = 1, time.monotonic()
+        #: Since when it waits.
+        self.since = time.monotonic()
+
+    @property
+    def turns(self) -> int:
+        """How many turns were joined in it."""
+        return self._turn.turns
 
     @property
     def ready(self) -> bool:
@@ -91,8 +96,8 @@ class LateTurn:
         self._turn.events += later._turn.events
         self._turn.names += later._turn.names
         self._turn.mark = later._turn.mark
+        self._turn.turns += later.turns
         self._late += later._late
-        self.turns += later.turns
 
     def send(self) -> None:
         """Send it. Waits for what is on its way.
@@ -101,12 +106,23 @@ class LateTurn:
             ChannelClosed: the host is gone.
         """
         host = self.host
-        for rows in self._late:
-            rows.arrive(host.process.given)
+        while self._late:
+            try:
+                self._late[0].arrive(host.process.given)
+            except BaseException:
+                self.drop()
+                raise
+            del self._late[0]
         if host.turns == host.taken:
             host.owes_since = time.monotonic()
-        host.turns += 1
+        host.turns += self.turns
         host.calls.send(_encode(self._turn))
+
+    def drop(self) -> None:
+        """Give up its rows."""
+        late, self._late = self._late, []
+        for rows in late:
+            rows.drop()
 
 
 class BlockHost:
@@ -230,8 +246,8 @@ class BlockHost:
         """The connection over which the host takes turns."""
         return self.process.calls
 
-    def begin(self, spans: list[tuple[str, int, int]], rows: StepRows) -> None:
-        """Begin a step with requests of its traces (see `Began`)."""
+    def begin(self, spans: list[tuple[str, int, int]], rows: StepRows | None) -> None:
+        """Begin a step with requests of its traces (see `Began`). Without `rows` it has none."""
         self.rows, self._passed, self.used_s = rows, 0, 0.0
         self.present = frozenset([name for name, _, _ in spans])
         self._events.append(Began(self.new, spans))
@@ -288,6 +304,12 @@ class BlockHost:
         """End the step."""
         self.shared = None
         self._events.append(Ended(passed[self._passed :].tobytes()))
+
+    def drop_untold(self) -> None:
+        """Give up what no turn has."""
+        late, self._late, self._events = self._late, [], []
+        for rows in late:
+            rows.drop()
 
     @property
     def untold(self) -> bool:

@@ -94,8 +94,8 @@ class HostTurns:
         """Tell hosts what the step has reached."""
         step.seal()
         for host in hosts:
-            if host.failure is None and host.rows is not None:
-                share = step.share_of(host, host.rows)
+            if host.failure is None:
+                share = step.share_of(host)
                 for readings in share.parts():
                     self._with_room(host, readings[0].location, partial(host.read, share, readings, self.passed))
 
@@ -140,8 +140,9 @@ class HostTurns:
             self._reports.wait_for(host)
         try:
             turn = host.send(self._names, waits=waits, later=later)
-        except ChannelClosed:
-            self.fail(host, lost("", len(host.traces)))
+        except Exception as error:  # it costs the host, not the engine
+            why = "" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}"
+            self.fail(host, lost(why, len(host.traces)))
             return False
         if turn is not None:
             self._reports.send_later(turn)
@@ -195,6 +196,7 @@ class HostTurns:
         """End a host that is gone, or of no use any more."""
         if host.fail(failure):
             logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
+        host.drop_untold()
         host.process.kill()
         self._reports.lose(host)
 

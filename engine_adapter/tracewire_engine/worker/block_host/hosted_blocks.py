@@ -160,7 +160,7 @@ class HostedBlocks:
         if host.failure is None:
             if any(one.id == request_id for one in host.new):
                 # It never was in a step.
-                host.begin([], StepRows([], [], 0, 0))
+                host.begin([], None)
             host.tell(Finished(request_id, tokens, failure, failed_at))
             self._turns.send(host)
         self._reports.finish(trace.requests[request_id])
@@ -230,6 +230,9 @@ class HostedBlocks:
             index_of: gives the index of the token that a request samples in this step.
         """
         self._active = []
+        if self._staged is not None:  # a step that was not ended
+            self._staged.leave()
+            self._staged = None
         self._turns.begin_step()
         self._purge()
         told = self._others is not None and self._others.takes_part(scheduled)
@@ -338,16 +341,16 @@ class HostedBlocks:
 
     def _stage(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
         """Stage a value for hosts for which the model does not wait."""
-        if self._staged is None:
-            rows = [host.rows for host in self._active if host.reads is not None and host.rows is not None]
-            self._staged = StagedStep(rows, pinned=self._on_gpu, expected=self._expected)
         passed, inside = len(self._turns.passed), f".{SOURCE}." in location
         try:
+            if self._staged is None:
+                rows = {host: host.rows for host in self._active if host.reads is not None and host.rows is not None}
+                self._staged = StagedStep(rows, pinned=self._on_gpu, expected=self._expected)
             self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside)
         except Exception as error:  # it costs the hosts, not the engine
             for host in readers:
                 self._turns.misshared(host, location, error)
-        if self._staged.size > _MOST_STAGED:
+        if self._staged is not None and self._staged.size > _MOST_STAGED:
             self._give_staged(wait=True)
 
     def _give_staged(self, *, wait: bool = False) -> None:
@@ -371,6 +374,8 @@ class HostedBlocks:
             if host.failure is None:
                 host.end(self._turns.passed)
                 self._turns.send(host, later=host.reads is not None and self._reports.short)
+            else:
+                host.drop_untold()
         self._active, self._watching = [], {}
 
     def _take_earlier(self) -> None:

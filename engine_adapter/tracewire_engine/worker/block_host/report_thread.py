@@ -199,6 +199,9 @@ class ReportThread:
             time.sleep(_GATHER_S)
             self._handle(self._epoll.poll(0))
         self._send_gathered()
+        if self._late:
+            # Their event may have been taken with the one before.
+            os.eventfd_write(self._wake, 1)
 
     # --- on the one that does the work --------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ each host gets its rows of all values with one message, and values of one form a
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -127,14 +127,16 @@ class StagedStep:
     """The values that a step reaches, for the hosts whose blocks only read.
 
     Args:
-        rows: those of each of the hosts.
+        rows: those of each of the hosts, by the host.
         pinned: whether values may lie on a GPU.
         expected: how many bytes it may come to.
     """
 
-    def __init__(self, rows: Sequence[StepRows], *, pinned: bool, expected: int = 0) -> None:
-        self._rows, self._pinned, self._expected = rows[0], pinned, expected
-        bounds = [[one.bounds(by_request=by_request) for one in rows] for by_request in (False, True)]
+    def __init__(self, rows: Mapping[Any, StepRows], *, pinned: bool, expected: int = 0) -> None:
+        self._of_hosts, self._pinned, self._expected = rows, pinned, expected
+        #: Any of them: all say alike which tensors have rows.
+        self._rows = next(iter(rows.values()))
+        bounds = [[one.bounds(by_request=by_request) for one in rows.values()] for by_request in (False, True)]
         #: The first row that any host has, and the last one, by `by_request`.
         self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
         self.readings: list[Reading] = []
@@ -194,7 +196,8 @@ class StagedStep:
             kept, count = tensor.narrow(place[0], low, high - low), high - low
         size = kept.nbytes
         if not self._buffers or self._next + size > self._buffers[-1].size:
-            self._buffers.append(_Buffer.take(max(size, 2 * self.size, self._expected), pinned=self._pinned))
+            wanted = max(size, 2 * self.size, min(self._expected, _MOST_KEPT))
+            self._buffers.append(_Buffer.take(wanted, pinned=self._pinned))
             self._next = 0
         buffer, start = self._buffers[-1], self._next
         if size:
@@ -205,7 +208,7 @@ class StagedStep:
         form = self._forms.get(key)
         if form is None:
             axis, of_requests = (-1, False) if place is None else place
-            form = self._forms[key] = _Form(tensor, axis, buffer, size // count, count, by_request=of_requests)
+            form = self._forms[key] = _Form(tensor, axis, buffer, size // max(1, count), count, by_request=of_requests)
         return _Staged(form, start)
 
     def seal(self) -> None:
@@ -216,9 +219,9 @@ class StagedStep:
 
     # --- what hosts get -----------------------------------------------------------------------------------------------
 
-    def share_of(self, host: Any, rows: StepRows) -> HostShare:
-        """What a host gets, whose rows are given."""
-        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], rows)
+    def share_of(self, host: Any) -> HostShare:
+        """What a host gets."""
+        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], self._of_hosts[host])
 
     def fit(self, form: _Form, rows: StepRows) -> _Fit:
         """A host's rows in tensors of a form."""
@@ -366,4 +369,8 @@ class HostRows:
         self._step.wait()
         for piece in self._pieces:
             piece.arrive(memory)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give up the rows."""
         self._step.leave()

@@ -14,6 +14,7 @@ from nnsight.tracing.tracer import inc
 
 from tests.support.hosted_model import Model, settings_of
 from tracewire_bus.wire.messages import Block
+from tracewire_engine.block_host import driver
 from tracewire_engine.block_host.driver import Driver
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, pack_value
@@ -133,3 +134,41 @@ def test_a_change_that_comes_too_late_ends_the_host(hosted: Hosted) -> None:
     hosted._thread.join(30)
     assert isinstance(hosted.error, RuntimeError)
     assert "taken to only read" in str(hosted.error)
+
+
+def two_steps(host: Hosted) -> Turn:
+    """A turn that two were joined in: each a step in which a block reads a layer."""
+    source = (
+        "kept = [].save()\nfor step in tracer.iter[:]:\n    kept.append(model.model.layers[0].output[0][-1].clone())"
+    )
+    began, reached = host.reached(source, torch.ones(2, 4))
+    _, again = host.reached(source, torch.ones(1, 4))
+    events = [began, reached, Ended(), Began([], [(ID, 1, 1)]), again, Ended()]
+    return Turn(events, mark=host.given.taken, turns=2)
+
+
+def test_each_step_of_a_turn_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+    monkeypatch.setattr(time_limit, "limit_together", given.append)
+    host = Hosted()
+    host.calls.send(msgspec.msgpack.encode(two_steps(host)))
+    # One report of both steps, and of both turns.
+    report = host.reported()
+    host.stop()
+    assert host.error is None
+    assert ([step.index for step in report.steps], report.turns) == ([0, 1], 2)
+    limit = given[0]
+    assert limit
+    assert given[:3] == [limit] * 3
+
+
+def test_if_the_first_step_of_a_turn_takes_long_it_is_reported_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_SLOW_S", -1.0)
+    host = Hosted()
+    turn = two_steps(host)
+    host.calls.send(msgspec.msgpack.encode(turn))
+    reports = [host.reported(), host.reported()]
+    host.stop()
+    assert host.error is None
+    assert [[step.index for step in report.steps] for report in reports] == [[0], [1]]
+    assert [(report.turns, report.mark) for report in reports] == [(1, 0), (2, turn.mark)]

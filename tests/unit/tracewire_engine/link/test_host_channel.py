@@ -160,3 +160,20 @@ def test_behind_what_is_no_message_nothing_is_read() -> None:
     assert one.receive() == b"ok"
     with pytest.raises(ChannelClosed, match="4294967295 bytes"):
         one.receive()
+
+
+def test_memory_grows_with_what_has_come_of_a_message() -> None:
+    raw, theirs = socket.socketpair()
+    one = HostChannel(theirs)
+    raw.sendall(struct.pack("<I", 1 << 29) + b"begin")
+    assert one.arrived() == []
+    assert one._message is not None
+    assert len(one._message) <= 1 << 20
+    message = os.urandom(5 << 20)
+    near, far = pair()
+    near.send(message)
+    found: list[bytes | bytearray] = []
+    while not found:
+        near.flush()
+        found = far.arrived()
+    assert found == [message]

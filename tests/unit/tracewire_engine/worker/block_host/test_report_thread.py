@@ -319,10 +319,13 @@ class Rows:
     """Rows on their way from a GPU."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done = self.dropped = False
 
     def arrive(self, memory: RowMemory) -> None:
         self.done = True
+
+    def drop(self) -> None:
+        self.dropped = True
 
 
 def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +343,7 @@ def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest
     while known.queued:
         thread.between_steps()
     (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, calls.arrived())
-    assert (sent.events, known.turns) == ([Generated(b"\0"), Generated(b"\1")], 10)
+    assert (sent.events, known.turns) == ([Generated(b"\0"), Generated(b"\1")], 11)
 
 
 def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +369,7 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
     assert sent.next().steps[0].ended == "error"
     assert known.failure is not None
     assert "no such rows" in known.failure.message
-    assert (host.killed, known.queued) == (True, False)
+    assert (host.killed, known.queued, broken.dropped) == (True, False, True)
 
 
 def test_hosts_are_told_of_short_steps_together_and_of_long_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def numbered(value: Any, memory: RowMemory) -> Any:
 
 
 def staged(values: list[Any], *, rows_only: bool = False) -> StagedStep:
-    step = StagedStep([ONE, OTHER], pinned=False)
+    step = StagedStep({"one": ONE, "other": OTHER}, pinned=False)
     for place, value in enumerate(values):
         hosts = ["one", "other"] if place != 1 else ["one"]
         step.reach(f"at.{place}", value, hosts, 2 * place, by_request=False, rows_only=rows_only)
@@ -40,7 +40,7 @@ def staged(values: list[Any], *, rows_only: bool = False) -> StagedStep:
 
 
 def given(step: StagedStep, host: str, rows: StepRows, memory: RowMemory) -> list[Reached]:
-    share, told, before = step.share_of(host, rows), [], 0
+    share, told, before = step.share_of(host), [], 0
     for readings in share.parts():
         found = share.give(readings, memory, array("H", range(9)), before)
         assert found is not None
@@ -80,10 +80,10 @@ def test_a_value_that_changes_later_is_as_it_was() -> None:
 
 def test_values_of_one_form_are_copied_together() -> None:
     layers = [torch.full((6, 8), float(layer)) for layer in range(20)]
-    step = StagedStep([ONE], pinned=False)
+    step = StagedStep({"one": ONE}, pinned=False)
     for layer, value in enumerate(layers):
         step.reach(f"at.{layer}", (value, value + 0.5), ["one"], layer, by_request=False, rows_only=False)
-    share, memory = step.share_of("one", ONE), RowMemory.create(1 << 16)
+    share, memory = step.share_of("one"), RowMemory.create(1 << 16)
     found = share.give(share.parts()[0], memory, array("H", range(20)), 0)
     assert found is not None
     events, late = found
@@ -97,10 +97,10 @@ def test_values_of_one_form_are_copied_together() -> None:
 
 def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_step, "_TOLD", 128)
-    step = StagedStep([ONE], pinned=False)
+    step = StagedStep({"one": ONE}, pinned=False)
     for layer in range(5):
         step.reach(f"at.{layer}", torch.zeros(6, 4), ["one"], layer, by_request=False, rows_only=False)
-    share = step.share_of("one", ONE)
+    share = step.share_of("one")
     assert [len(part) for part in share.parts()] == [2, 2, 1]
     # A memory that has no room for a part yet.
     assert share.give(share.parts()[0], RowMemory.create(64), array("H", range(5)), 0) is None
@@ -110,7 +110,7 @@ def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(staged_step._Buffer, "_free", {})
     step = staged(VALUES[:1])
     buffer, memory = step._buffers[0], RowMemory.create(1 << 16)
-    shares = [step.share_of("one", ONE), step.share_of("other", OTHER)]
+    shares = [step.share_of("one"), step.share_of("other")]
     late: list[HostRows] = []
     for share in shares:
         found = share.give(share.parts()[0], memory, array("H"), 0)
