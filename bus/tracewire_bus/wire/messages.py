@@ -836,7 +836,7 @@ class Final(Event, tag="final"):
     submission asked for them, has for each invoke one dict per prompt token, as in `OutputBase.logprobs`; the dict of
     the first token is empty. `warnings` are texts about likely mistakes in a block, each with the block's line.
     `messages` are `(invoke, choice, message)` of the invokes with a `Chat`: the whole messages, parsed at once.
-    `signature` is the engine's signature of the event, if it signs finals ([`tracewire_bus.wire.signing`][]).
+    `signature` is the engine's signature of the event, if it signs finals (`tracewire_bus.wire.signing`).
     """
 
     type: ClassVar[Literal["final"]] = "final"
