@@ -3,8 +3,8 @@
 A store is a folder with the segments of one engine, in memory (`/dev/shm`) or on a disk. The folder's `index` maps
 each segment to its trace, and says which segments have moved to the archive. The engine that owns a store holds a lock
 on the folder. When an engine has died, the next engine that uses the same parent folder and the same bus takes its
-stores over. A private Redis
-never comes back under the same URL, so the stores of its engines are removed once the Redis is gone.
+stores over. A private Redis never comes back under the same URL. So the next engine removes the stores of its engines
+once it is gone.
 """
 
 from __future__ import annotations

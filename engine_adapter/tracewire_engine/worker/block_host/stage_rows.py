@@ -24,7 +24,7 @@ import torch
 from nnsight.intervention.source import NO_SKIP
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.shared_rows import RowBytes, pack_value, unpack_value
+from tracewire_engine.link.shared_rows import RowBytes, aligned, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import Shape, Shared
 from tracewire_engine.worker.host_copy import PinnedCopy
 
@@ -47,9 +47,6 @@ __all__ = [
     "stand_in",
     "unpacked",
 ]
-
-#: Where a tensor begins among the bytes of a message: at multiples of this.
-_ALIGNED = 64
 
 
 class StageReached(msgspec.Struct, array_like=True, tag="reached"):
@@ -205,7 +202,7 @@ class Pieces:
         if flat.numel():
             self._copies.append((start, PinnedCopy(flat)))
         self.late = self.late or flat.is_cuda
-        self.size += -(-flat.numel() // _ALIGNED) * _ALIGNED
+        self.size += aligned(flat.numel())
         return start
 
     def bytes(self) -> bytearray:

@@ -182,7 +182,7 @@ class StagedStep:
             return [others - 1, type(one).__name__]
 
         def with_rows(tensor: torch.Tensor) -> Any:
-            return tensor if self._rows.of(tensor, by_request=by_request) is not None else Withheld()
+            return tensor if self._rows.place_of(tensor, by_request=by_request) is not None else Withheld()
 
         given = apply(value, with_rows, torch.Tensor) if rows_only else value
         skeleton = pack_value(given, write, other).skeleton
