@@ -115,11 +115,17 @@ def block_of(workload: dict[str, Any]) -> Any:
     }.get(workload["saves"], lambda: None)()
 
 
+#: What kinds need, by the model's name and the layer.
+_shapes: dict[tuple[str, int], Shape] = {}
+
+
 def declared_of(workload: dict[str, Any], model: tracewire.Model) -> list[Any]:
     """The workload's interventions where its block is declared, or none."""
     layers = workload["layers"]
     if "kind" in workload:
-        return KINDS[workload["kind"]].declared(Shape(model, layers[0]))
+        # A client keeps its arrays, so that it digests each once.
+        shape = _shapes.setdefault((model.name, layers[0]), Shape(model, layers[0]))
+        return KINDS[workload["kind"]].declared(shape)
     vector = np.linspace(-1, 1, model.info.hidden_size, dtype=np.float32) / 100
     match workload["saves"]:
         case "declared:last":

@@ -67,8 +67,10 @@ class Vectors:
         self._shared = connections
         self._connections = connections.unbatched()
         self._keys = keys
-        #: Encoded arrays with their references, by XXH3, the least recently used first.
+        #: Encoded arrays with their references, by XXH3, the least recently used first; and the XXH3 of each of these
+        #: arrays by the `id` of its bytes, for a caller that brings the very same object again.
         self._references: OrderedDict[bytes, tuple[bytes, ArrayRef]] = OrderedDict()
+        self._keys_by_id: dict[int, bytes] = {}
         self._bytes = 0
         #: When this bus stored each vector, by the event loop's clock.
         self._stored: dict[ArrayRef, float] = {}
@@ -86,7 +88,7 @@ class Vectors:
 
         Takes less time than computing the digest by which a reference names its array.
         """
-        key = xxhash.xxh3_128_digest(payload)
+        key = self._key(payload)
         found = self._references.get(key)
         # Compared as a whole: anybody can make two arrays with the same XXH3.
         if found is None or found[0] != payload:
@@ -122,13 +124,26 @@ class Vectors:
         """Store all vectors again when they are next used: an engine has found one missing."""
         self._stored.clear()
 
+    def _key(self, payload: bytes) -> bytes:
+        """The XXH3 of an encoded array. Takes no time if `payload` is the object that is remembered."""
+        key = self._keys_by_id.get(id(payload))
+        return xxhash.xxh3_128_digest(payload) if key is None else key
+
     def _remember(self, ref: ArrayRef, payload: bytes) -> None:
-        key = xxhash.xxh3_128_digest(payload)
-        replaced = self._references.pop(key, None)
-        self._bytes += len(payload) - (len(replaced[0]) if replaced is not None else 0)
+        key = self._key(payload)
+        if key in self._references:
+            self._drop(key)
         self._references[key] = payload, ref
+        # The object stays alive as long as it is remembered, so that no other has its `id`.
+        self._keys_by_id[id(payload)] = key
+        self._bytes += len(payload)
         while self._bytes > REMEMBERED_BYTES and len(self._references) > 1:
-            self._bytes -= len(self._references.popitem(last=False)[1][0])
+            self._drop(next(iter(self._references)))
+
+    def _drop(self, key: bytes) -> None:
+        payload, _ = self._references.pop(key)
+        del self._keys_by_id[id(payload)]
+        self._bytes -= len(payload)
 
     def _is_stored(self, ref: ArrayRef) -> bool:
         # A Redis that was away may have lost it.

@@ -6,6 +6,7 @@ The caller may change the lists and dicts in a state. Its arrays are shared and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,6 @@ class State:
 
     Attributes:
         trace_id: the trace's id.
-        invokes: its prompts, in order, with their choices.
-        shared: the values that the blocks of its prompts share, by name.
         attempt, seq: the last event folded; `seq` is -1 before the first.
         position: id of the last event folded. `subscribe(trace, since=state.position)` goes on after it.
         status, error, usage: those of the final, or None.
@@ -117,9 +116,17 @@ class State:
         self.prompt_logprobs = list(copy.prompt_logprobs)
         self.warnings: list[str] = list(copy.warnings)
         self.position = FINAL_ID if copy.finished else "start" if copy.seq < 0 else f"{copy.attempt}-{copy.seq}"
-        self.invokes = _invokes(copy, trace_id)
-        self.shared: Saves = _saves(copy, trace_id, SHARED_INVOKE, 0)
-        self._digest = copy.digest
+        self._fold = copy
+
+    @cached_property
+    def invokes(self) -> list[Invoke]:
+        """Its prompts, in order, with their choices."""
+        return _invokes(self._fold, self.trace_id)
+
+    @cached_property
+    def shared(self) -> Saves:
+        """The values that the blocks of its prompts share, by name."""
+        return _saves(self._fold, self.trace_id, SHARED_INVOKE, 0)
 
     @property
     def finished(self) -> bool:
@@ -189,7 +196,7 @@ class State:
 
     def digest(self) -> bytes:
         """A digest of all saves, 16 bytes. States with equal saves have equal digests in any process."""
-        return self._digest()
+        return self._fold.digest()
 
     def _only(self, what: str) -> Choice:
         choices = [choice for invoke in self.invokes for choice in invoke.choices]

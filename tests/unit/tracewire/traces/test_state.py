@@ -26,6 +26,16 @@ async def test_the_state_of_a_trace_while_it_is_read(client: Client, engine: Cal
         assert trace.state().finished
 
 
+async def test_a_state_shows_its_own_event_whenever_it_is_asked(client: Client, engine: Callable[..., Any]) -> None:
+    async with engine(), client.trace("tiny", "hello") as trace:
+        states = [trace.state(), *[trace.state() async for _ in trace]]
+        # Nothing was made of these saves before.
+        assert [len(state.saves.get("scores", ())) for state in states] == [0, 1, 2, 3]
+        assert [state.text for state in states] == ["", "one", "one two", "one two three"]
+        assert states[-1].saves is states[-1].saves
+        assert states[-1].digest() == (await trace.result()).digest() != states[1].digest()
+
+
 async def test_several_prompts_and_choices(client: Client, engine: Callable[..., Any]) -> None:
     async def script(stage: Stage) -> None:
         await stage.accept()

@@ -222,11 +222,12 @@ async def test_an_array_is_known_by_all_of_its_bytes(bus: Bus, monkeypatch: pyte
     same: Callable[[bytes], bytes] = lambda data: b"same"  # noqa: E731
     monkeypatch.setattr("tracewire_bus.store.vectors.xxhash.xxh3_128_digest", same)
     other, different = encoded(array(5001))
-    await bus.vectors.store({ref: payload})
+    again = bytes(bytearray(payload))
+    await bus.vectors.store({ref: again})
     assert bus.vectors.known(different) is None
     await bus.vectors.store({other: different})
     assert bus.vectors.known(different) is other
-    assert bus.vectors.known(payload) is None
+    assert bus.vectors.known(again) is None
 
 
 async def test_what_is_remembered_is_bounded(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,3 +238,24 @@ async def test_what_is_remembered_is_bounded(bus: Bus, monkeypatch: pytest.Monke
         assert bus.vectors.known(arrays[0][1]) is arrays[0][0]
     assert bus.vectors._bytes == sum(len(payload) for payload, _ in bus.vectors._references.values()) <= 20_000
     assert bus.vectors.known(arrays[1][1]) is None
+
+
+async def test_the_same_object_is_digested_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, payload = encoded(array(5000))
+    await bus.vectors.store({ref: payload})
+    digested: list[bytes] = []
+    digest = module.xxhash.xxh3_128_digest
+    monkeypatch.setattr(
+        "tracewire_bus.store.vectors.xxhash.xxh3_128_digest", lambda data: digested.append(data) or digest(data)
+    )
+    assert bus.vectors.known(payload) is ref
+    await bus.vectors.store({ref: payload})
+    assert digested == []
+    copy = bytes(bytearray(payload))
+    assert bus.vectors.known(copy) is ref
+    assert digested == [copy]
+    # The object that came last is the one that is remembered.
+    await bus.vectors.store({ref: copy})
+    assert bus.vectors.known(copy) is ref
+    assert len(digested) == 2
+    assert len(bus.vectors._keys_by_id) == len(bus.vectors._references) == 1
