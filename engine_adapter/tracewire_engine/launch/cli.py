@@ -41,6 +41,7 @@ from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, op
 from .chat_options import add_chat_options, chat_options, server_options
 from .code_options import check_code, default_blocks, limited_imports
 from .early import checked, print_help
+from .hub import HubAway, check_hub
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
@@ -97,6 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     # Checked here, before any process imports vLLM.
     options = checked(arguments, given.secrets)
     configure_logging(options.log_format)
+    try:
+        check_hub(arguments)
+    except HubAway as error:
+        # The same command can succeed later.
+        return _refuse(error, 1)
     # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
     command = [sys.executable, "-m", "tracewire_engine.launch", *shown(arguments)]
