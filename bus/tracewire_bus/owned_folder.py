@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+
+from .mapped_files import mapped_files
 
 __all__ = ["MAX_SOCKET_PATH", "OwnedFolder"]
 
 #: The longest path of a unix socket, in bytes; the kernel's limit is 107.
 MAX_SOCKET_PATH: Final = 100
+
+#: The file with the names, devices and inodes of files elsewhere.
+_ELSEWHERE: Final = "elsewhere"
 
 
 class OwnedFolder:
@@ -42,6 +50,17 @@ class OwnedFolder:
         self._lock: int | None = os.open(self.path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / "lock.new", self.path / "lock")
+
+    def take_along(self, files: Iterable[Path]) -> None:
+        """Have files elsewhere removed with the folder if its owner is killed, and not if the owner ends well."""
+        known = []
+        for file in files:
+            # It may be gone already.
+            with contextlib.suppress(FileNotFoundError):
+                status = file.lstat()
+                known.append((str(file), status.st_dev, status.st_ino))
+        (self.path / f"{_ELSEWHERE}.new").write_text(json.dumps(known))
+        os.rename(self.path / f"{_ELSEWHERE}.new", self.path / _ELSEWHERE)
 
     def remove(self) -> None:
         """Remove the folder with its files. Idempotent."""
@@ -85,6 +104,25 @@ def _remove_leftovers(prefix: str) -> None:
                 lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_elsewhere(path / _ELSEWHERE)
                     shutil.rmtree(path, ignore_errors=True)
                 finally:
                     os.close(lock)
+
+
+def _remove_elsewhere(known: Path) -> None:
+    """Remove the files that a folder whose owner was killed took along.
+
+    A file that has the name of one anew stays, and so does shared memory that a process still maps.
+    """
+    try:
+        files = [(str(name), int(device), int(inode)) for name, device, inode in json.loads(known.read_text())]
+    except (OSError, ValueError, TypeError):
+        return
+    used = mapped_files() if files else set()
+    for name, device, inode in files:
+        with contextlib.suppress(OSError):
+            status = os.lstat(name)
+            same = (status.st_dev, status.st_ino, status.st_uid) == (device, inode, os.getuid())
+            if same and stat.S_ISREG(status.st_mode) and (device, inode) not in used:
+                os.unlink(name)

@@ -86,6 +86,7 @@ RUN_BY = {
     "tracewire replay": _CLI + "replay.py::test_each_form",
     "tracewire run": "tests/e2e/cli/test_up.py::test_up_demo",
     "tracewire steer": _CLI + "control.py::test_a_trace_is_steered_paused_resumed_and_cancelled",
+    "tracewire traces": _CLI + "traces.py::test_traces_are_listed",
     "tracewire top": _CLI + "top.py::test_a_trace_is_opened_and_steered",
     "tracewire up demo": "tests/e2e/cli/test_up.py::test_up_demo",
     "tracewire engine MODEL --code listed": "tests/unit/tracewire_engine/launch/test_code_options.py::"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Lab:
                 (await http.delete(f"/api/sessions/{session['id']}")).raise_for_status()
 
 
-def _command(port: int, folder: Path) -> list[str]:
+def _command(port: int, folder: Path, services: Sequence[str]) -> list[str]:
     options = {
         "ServerApp.ip": "127.0.0.1",
         "ServerApp.port": port,
@@ -61,6 +62,7 @@ def _command(port: int, folder: Path) -> list[str]:
         "ServerApp.allow_root": True,
         "ServerApp.jpserver_extensions": '{"jupyterlab": True, "jupyter_lsp": False}',
         "ServerApp.disable_check_xsrf": True,
+        "ServerApp.extra_services": json.dumps(services),
         "IdentityProvider.token": "",
     }
     return [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
@@ -73,8 +75,11 @@ def kernel_environment() -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running_lab(folder: Path) -> AsyncIterator[Lab]:
-    """A JupyterLab whose kernels import what this process imports. It has no settings but its own."""
+async def running_lab(folder: Path, services: Sequence[str] = ()) -> AsyncIterator[Lab]:
+    """A JupyterLab whose kernels import what this process imports. It has no settings but its own.
+
+    `services` are modules with more handlers.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -89,7 +94,7 @@ async def running_lab(folder: Path) -> AsyncIterator[Lab]:
     environment = {**kernel_environment(), **folders, "JUPYTER_RUNTIME_DIR": str(home / "run")}
     with (folder / "lab.log").open("wb") as log:
         given = {"cwd": notebooks, "env": environment, "stdout": log, "stderr": log, "start_new_session": True}
-        started = await anyio.open_process(_command(port, notebooks), stdin=None, **given)
+        started = await anyio.open_process(_command(port, notebooks, services), stdin=None, **given)
     url = f"http://127.0.0.1:{port}"
     try:
         async with httpx.AsyncClient() as http:

@@ -28,7 +28,7 @@ from typing import Any, Final
 import anyio
 from anyio.lowlevel import checkpoint
 
-from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.backoff import Backoff, outages
 from tracewire_bus.transport.errors import is_transient
 from tracewire_bus.transport.link import pack_arguments
 from tracewire_bus.transport.pool import Connections
@@ -275,7 +275,7 @@ class Reader:
         # timeout, one reply with entries of all streams may be too large.
         apart = isinstance(error, (TryAgainError, TimeoutError))
         if is_transient(error) and not apart:
-            logger.log(backoff.level, "the reader waits for Redis: %s", error)
+            outages.log(backoff.level, "the reader waits for Redis: %s", error)
         else:
             # One key may not be a stream. Each subscription pulls and finds out whether it is its own.
             level = logging.DEBUG if isinstance(error, TryAgainError) else logging.WARNING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -12,7 +11,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.store.snapshots import Stored
-from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.backoff import Backoff, outages
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.tasks import Signal
@@ -36,8 +35,6 @@ __all__ = [
     "parse_entries",
     "tail_id",
 ]
-
-logger = logging.getLogger("tracewire")
 
 #: An entry's id: attempt and sequence number.
 Id = tuple[int, int]
@@ -320,7 +317,7 @@ class Subscription:
         try:
             snapshot = await self._resync()
         except BusUnavailable as error:
-            logger.warning("a subscription waits for Redis: %s", error)
+            outages.warning("a subscription waits for Redis: %s", error)
             return None
         if self._closed:
             return None
@@ -351,7 +348,7 @@ class Subscription:
             )
         except BusUnavailable as error:
             # A consumer waits longer than the bus does.
-            logger.warning("a subscription waits for Redis: %s", error)
+            outages.warning("a subscription waits for Redis: %s", error)
             return
         if self._closed:
             return
@@ -386,7 +383,7 @@ class Subscription:
             # Two commands: while a slot is being moved, a command on two keys is refused.
             there = sum(await self._connections.commands(("EXISTS", self.key), ("EXISTS", self.record)))
         except BusUnavailable as error:
-            logger.warning("a subscription waits for Redis: %s", error)
+            outages.warning("a subscription waits for Redis: %s", error)
             return True
         if there or not self.known:
             self.known = self.known or bool(there)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.backoff import Backoff, outages
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
@@ -125,7 +125,7 @@ class Blobs:
             except BusUnavailable as error:
                 if not wait:
                     raise
-                logger.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
+                outages.log(backoff.level, "a blob of trace %s waits for Redis: %s", trace, error)
                 await anyio.sleep(backoff.next())
             else:
                 if self._kept is not None:

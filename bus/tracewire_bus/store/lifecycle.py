@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Final, Self
 import anyio
 import msgspec
 
-from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.backoff import Backoff, outages
 from tracewire_bus.transport.errors import as_bus_error, is_transient
 from tracewire_bus.transport.guard import Guard, integer
 from tracewire_bus.transport.pool import Connections
@@ -46,8 +45,6 @@ __all__ = [
     "lifecycle_of",
     "parse_places",
 ]
-
-logger = logging.getLogger("tracewire")
 
 #: How long Redis keeps a stream after its last entry, in seconds.
 KEEP_S: Final = 24 * 3600
@@ -234,7 +231,7 @@ class LifecycleReader:
                         raise as_bus_error(error) from error
                     await self._link.drop()
                     pause = self._backoff.next()
-                    logger.log(self._backoff.level, "a watch waits for Redis: %s", error)
+                    outages.log(self._backoff.level, "a watch waits for Redis: %s", error)
                     await anyio.sleep(pause)
         finally:
             self._wait = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import random
 
-__all__ = ["Backoff"]
+__all__ = ["Backoff", "outages"]
+
+#: Takes what says that Redis does not answer, and so can be silenced by who tells of an outage otherwise.
+outages = logging.getLogger("tracewire.outages")
 
 
 class Backoff:

@@ -19,8 +19,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ import anyio
 from tracewire_bus.domain.fleet import LEAVING_STATES, differences, disagreements
 from tracewire_bus.domain.limit_table import parse_limits
 from tracewire_bus.logs import configure_logging
-from tracewire_bus.owned_folder import MAX_SOCKET_PATH
+from tracewire_bus.owned_folder import MAX_SOCKET_PATH, OwnedFolder
 from tracewire_bus.process_memory import settle_memory
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_engine.protocol.cluster import Cluster
@@ -41,12 +41,14 @@ from .adapter_process import LOOP, adapter_settings, check_bulk, exporter_of, op
 from .chat_options import add_chat_options, chat_options, server_options
 from .code_options import check_code, default_blocks, limited_imports
 from .early import checked, print_help
+from .hub import HubAway, check_hub
 from .options import add_options, redis_url
 from .parent_death import die_with_parent
 from .ray_cluster import ClusterError, ClusterUnavailable, joined
 from .sae_options import check_room, described
 from .sandbox import SandboxError, sandbox
 from .secret import API_KEY, Given, hub_token, others, shown, with_secrets
+from .shared_files import shared_files
 from .supervisor import DRAINING, SUPERVISOR_PID, supervise
 
 if TYPE_CHECKING:
@@ -97,6 +99,11 @@ def main(arguments: list[str] | None = None) -> int:
     # Checked here, before any process imports vLLM.
     options = checked(arguments, given.secrets)
     configure_logging(options.log_format)
+    try:
+        check_hub(arguments)
+    except HubAway as error:
+        # The same command can succeed later.
+        return _refuse(error, 1)
     # EngineCore may drain for as long again, after the adapter.
     grace_s = 2 * max(0.0, options.drain) + _GRACE_S
     command = [sys.executable, "-m", "tracewire_engine.launch", *shown(arguments)]
@@ -148,8 +155,8 @@ def _adapter(
         return _refuse(error)
     try:
         if vllm_arguments.distributed_executor_backend != "ray":
-            with _sandbox(options):
-                return _serve(vllm_arguments, options)
+            with _contained(options) as memory:
+                return _serve(vllm_arguments, options, memory=memory)
         from vllm.platforms import current_platform
 
         devices = vllm_arguments.tensor_parallel_size * vllm_arguments.pipeline_parallel_size
@@ -179,6 +186,16 @@ def _sandbox(options: argparse.Namespace) -> AbstractContextManager[object]:
     if not options.sandbox:
         return nullcontext()
     return sandbox(hidden=[Path(one) for one in (options.url_file, options.engine_key) if one])
+
+
+@contextmanager
+def _contained(options: argparse.Namespace) -> Iterator[OwnedFolder]:
+    """The sandbox, and the folder that names the shared memory of the engine.
+
+    The folder lies outside the sandbox, whose processes could name other files in it.
+    """
+    with OwnedFolder("tracewire-memory-") as memory, _sandbox(options):
+        yield memory
 
 
 def _loaded(loaded: Callable[[], None], secrets: Mapping[str, str]) -> None:
@@ -311,7 +328,12 @@ def _worker_settings(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
-def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | None = None) -> int:
+def _serve(
+    vllm_arguments: Any,
+    options: argparse.Namespace,
+    cluster: Cluster | None = None,
+    memory: OwnedFolder | None = None,
+) -> int:
     from vllm.envs import enable_envs_cache
     from vllm.platforms import current_platform
 
@@ -341,6 +363,8 @@ def _serve(vllm_arguments: Any, options: argparse.Namespace, cluster: Cluster | 
                 *(vllm_arguments, pulse.address, options.tap, settings), loras=dict(options.lora), cluster=cluster
             )
         options.loaded()
+        if memory is not None:
+            memory.take_along(shared_files())
         pulse.on_loss(partial(_give_up, model))
         try:
             if current_platform.is_cpu() and (rest := keep_off_workers()):

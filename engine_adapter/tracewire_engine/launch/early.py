@@ -30,7 +30,8 @@ _DESCRIPTION = (
     "--help-vllm lists them."
 )
 _EXITS = (
-    "Exit statuses: 0 after a drain; 1 if vLLM died and is not restarted; 2 if the command refuses its settings; "
+    "Exit statuses: 0 after a drain; 1 if vLLM died and is not restarted, or the hub with the model cannot be reached; "
+    "2 if the command refuses its settings; "
     "128 + N if signal N killed the adapter. Example: tracewire engine demo --url redis://localhost"
 )
 _VLLM_HELP = "--help-vllm"

@@ -15,6 +15,7 @@ from tracewire.errors import TracewireError
 from tracewire.traces.output import Output
 from tracewire_bus.store.trace_list import ListedTrace
 
+from .traces import RUNNING
 from .view import TraceView
 
 __all__ = ["Fleet", "Followed", "Rate"]
@@ -23,7 +24,6 @@ __all__ = ["Fleet", "Followed", "Rate"]
 _FOLLOWED = 40
 #: The time over which tokens a second are counted, in seconds.
 _WINDOW_S = 5.0
-_RUNNING = ("queued", "running", "paused")
 
 
 class Rate:
@@ -92,7 +92,7 @@ class Fleet:
         """Ask for the engines and traces, and follow the traces that are new."""
         try:
             running = await self._client.engines.list()
-            listed = await self._client.traces.list(model=self.model, states=_RUNNING, limit=_FOLLOWED)
+            listed = await self._client.traces.list(model=self.model, states=RUNNING, limit=_FOLLOWED)
             self.error, self.served = "", sorted({one.model for one in running})
             self.engines = [one for one in running if self.model in (None, one.model)]
         except TracewireError as error:

@@ -21,7 +21,7 @@ from tracewire.traces.output import (
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.wire.messages import Failure
 
-__all__ = ["counted", "event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
+__all__ = ["age", "counted", "event_line", "failure_text", "lifecycle_line", "printable", "short_value", "timestamp"]
 
 
 #: How many elements of a list, a dict or an array of one dimension are shown.
@@ -89,6 +89,16 @@ def failure_text(failure: Failure | None) -> str:
     where = "" if failure.line is None else f", at {failure.filename or '<block>'}:{failure.line}"
     source = f": {failure.source.strip()}" if where and failure.source else ""
     return f"{failure.type}: {failure.message}{where}{source}"
+
+
+def age(seconds: float) -> str:
+    """How long ago something was, in its greatest unit: `40 s`, `3 min`, `2 h`, `5 d`."""
+    left = max(0, int(seconds))
+    for unit, size in (("s", 60), ("min", 60), ("h", 24)):
+        if left < size:
+            return f"{left} {unit}"
+        left //= size
+    return f"{left} d"
 
 
 def counted(number: int, noun: str) -> str:

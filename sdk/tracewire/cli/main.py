@@ -44,7 +44,7 @@ from .replay import add_replay
 from .run import add_run
 from .sweep import add_sweep
 from .top import add_top
-from .traces import add_watch
+from .traces import add_traces, add_watch
 from .up import add_up
 
 __all__ = ["build_parser", "main"]
@@ -176,7 +176,7 @@ def _built() -> tuple[Parser, Container[str]]:
     parents = (shared,)
 
     add_up(commands, parents)
-    for add in (add_run, add_chat, add_control, add_top, add_replay, add_export, add_watch, add_engines):
+    for add in (add_run, add_chat, add_control, add_traces, add_top, add_replay, add_export, add_watch, add_engines):
         add(commands, parents)
     for add in (
         add_harvest,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 
 from tracewire.client import Client
+from tracewire_bus.transport.backoff import outages
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.urls import redacted
 
@@ -21,14 +22,33 @@ _LOOK_S, _AWAY_S = 2.0, 5.0
 
 @asynccontextmanager
 async def outages_told(client: Client) -> AsyncIterator[None]:
-    """While the context lasts, say when Redis has not answered for some seconds, and when it answers again."""
+    """While the context lasts, say when Redis has not answered for some seconds, and when it answers again.
+
+    What the client would log of the outage is not printed besides.
+    """
     async with anyio.create_task_group() as group:
         group.start_soon(_look, client)
         yield
         group.cancel_scope.cancel()
 
 
+@contextmanager
+def _silenced() -> Iterator[None]:
+    before = outages.disabled
+    outages.disabled = True
+    try:
+        yield
+    finally:
+        outages.disabled = before
+
+
 async def _look(client: Client) -> None:
+    with _silenced():
+        await _tell(client)
+
+
+async def _tell(client: Client) -> None:
+    """Look again and again, unless Redis refuses to be looked at."""
     bus = client._session.open_bus()
     away = False
     while True:

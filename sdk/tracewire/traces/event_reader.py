@@ -19,7 +19,7 @@ from tracewire_bus.bus import BusError, BusUnavailable, StreamGone
 from tracewire_bus.bus import EventsLost as EntriesLost
 from tracewire_bus.bus import Gap as EntryGap
 from tracewire_bus.store.vectors import MISSING
-from tracewire_bus.transport.backoff import Backoff
+from tracewire_bus.transport.backoff import Backoff, outages
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_range
 from tracewire_bus.wire.codec import NewerSchema, UnknownKind, check_schema, decode_event
 from tracewire_bus.wire.messages import Final
@@ -168,7 +168,7 @@ class EventReader:
             except BulkMissing as error:
                 event.lose_saves(ValueMissing.of_event(self.trace_id, event.id, str(error)))
             except BusUnavailable as error:
-                logger.log(backoff.level, "the saves of trace %s wait for Redis: %s", self.trace_id, error)
+                outages.log(backoff.level, "the saves of trace %s wait for Redis: %s", self.trace_id, error)
                 await anyio.sleep(backoff.next())
                 continue
             return

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.transport.backoff import outages
 from tracewire_bus.transport.errors import BusError, BusUnavailable, NotAllowed
 from tracewire_bus.transport.tasks import OwnedTask
 
@@ -42,6 +43,10 @@ _MARGIN_S = 0.05
 GUARD_POLL_S = 1.0
 #: How long a client guards a submission, in seconds in which Redis answered.
 GUARD_S = 60.0
+
+
+def _log_of(error: BusError) -> logging.Logger:
+    return outages if isinstance(error, BusUnavailable) else logger
 
 
 class Presence:
@@ -172,7 +177,7 @@ class Presence:
                 except BusError as error:
                     # Once while Redis is away.
                     level = logging.DEBUG if failing else logging.WARNING
-                    logger.log(level, "a client's lease could not be renewed: %s", error)
+                    _log_of(error).log(level, "a client's lease could not be renewed: %s", error)
                     failing = True
         finally:
             await link.drop()
@@ -205,7 +210,7 @@ class Presence:
                 if self._guarded:
                     await self._resubmit_lost()
             except BusError as error:
-                logger.warning("the client could not check deadlines or submissions: %s", error)
+                _log_of(error).warning("the client could not check deadlines or submissions: %s", error)
 
     async def _cancel_abandoned(self) -> None:
         """Cancel the traces that `cancel_when_back` named."""

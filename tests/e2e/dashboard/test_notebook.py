@@ -9,13 +9,14 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, FrameLocator, Page, expect
 
 from tests.e2e.dashboard.conftest import Stand
 from tests.support import vscode
 from tests.support.jupyter import Lab, kernel_environment, notebook, running_lab
 from tests.support.shown_engine import projection_at, token_at
 from tests.support.until import until
+from tests.support.vscode import editor
 
 ASYNC = "import tracewire\nclient = await tracewire.connect({url!r}, prefix={prefix!r}, name='ada')"
 BLOCKING = "import tracewire\nclient = tracewire.blocking.Client({url!r}, prefix={prefix!r}, name='ada').connect()"
@@ -55,12 +56,12 @@ async def run_cells(page: Page, count: int) -> None:
         await page.keyboard.press("Shift+Enter")
 
 
-def static(page: Page) -> Any:
+def static(page: Page | FrameLocator) -> Any:
     """The static rendering."""
     return page.locator(".tracewire-static")
 
 
-async def steer_by_hand(stand: Stand, page: Page) -> None:
+async def steer_by_hand(stand: Stand, page: Page | FrameLocator) -> None:
     """See the text and the plot grow, move the slider, and see both change."""
     tokens, plot = page.locator(".tracewire-view .block .t"), page.get_by_role("group", name="Plot of projection")
     await expect(page.locator(".badge")).to_have_text("running")
@@ -69,9 +70,8 @@ async def steer_by_hand(stand: Stand, page: Page) -> None:
     await expect(plot.locator("output")).to_have_text(f"{projection_at(29, 0.0):.4g}")
     await expect(page.locator(".block .p8, .block .p7").first).to_be_visible()
     await expect(static(page)).to_be_hidden()
-    await page.get_by_role("slider", name="alpha").focus()
     for _ in range(25):
-        await page.keyboard.press("ArrowRight")
+        await page.get_by_role("slider", name="alpha").press("ArrowRight")
     await stand.steered(5.0)
     stand.steps.let(10)
     await expect(tokens).to_have_count(40)
@@ -80,7 +80,7 @@ async def steer_by_hand(stand: Stand, page: Page) -> None:
     await expect(plot.locator("output")).to_have_text(f"{projection_at(39, 5.0):.4g}")
 
 
-async def cancel_by_hand(stand: Stand, page: Page) -> None:
+async def cancel_by_hand(stand: Stand, page: Page | FrameLocator) -> None:
     """Pause, resume and cancel."""
     badge = page.locator(".badge")
     await page.get_by_role("button", name="Pause").click()
@@ -154,6 +154,23 @@ async def test_vs_code_shows_and_steers_a_trace(stand: Stand, lab: Lab, browser:
     assert await page.evaluate("vscode.problems") == []
     await page.close()
     await lab.end_kernels()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(editor.MISSING), reason=editor.MISSING)
+async def test_the_editor_shows_and_steers_a_trace(stand: Stand, browser: Browser, tmp_path: Path) -> None:
+    """VS Code itself."""
+    (folder := tmp_path / "lab").mkdir()
+    async with editor.running_editor(tmp_path) as code, running_lab(folder, [editor.SCRIPTS]) as lab:
+        cells = (connecting(stand, ASYNC), TRACE.format(tokens=10_000), "await _.until_done()")
+        page = await code.opened(browser, lab.url, *cells)
+        view = await code.run_all(page)
+        await steer_by_hand(stand, view)
+        await cancel_by_hand(stand, view)
+        await expect(static(view)).to_contain_text("cancelled")
+        await page.keyboard.press("Control+s")
+        await until(lambda: "cancelled by ada" in code.text())
+        await page.close()
 
 
 WAIT = """

@@ -13,11 +13,16 @@ from PIL import Image
 
 from tests.support import ROOT
 from tests.support.browser import chromium
+from tests.support.vscode.editor import MISSING
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("starts_engine")]
 
 KEPT = sorted((ROOT / "docs" / "screenshots").glob("*.png"))
-PROGRAMS = {"dashboard_screenshots": ("list", "side-by-side", "start", "trace"), "notebook_screenshots": ("notebook",)}
+PROGRAMS = {
+    "dashboard_screenshots": ("list", "side-by-side", "start", "trace"),
+    "notebook_screenshots": ("notebook",),
+    "vscode.screenshot": ("vscode",),
+}
 
 
 def coarse(path: Path) -> np.ndarray:
@@ -31,7 +36,14 @@ def test_each_screenshot_has_its_program() -> None:
     assert {path.stem.rpartition("-")[0] for path in KEPT} == set(names)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "dashboard_screenshots",
+        "notebook_screenshots",
+        pytest.param("vscode.screenshot", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
+    ],
+)
 def test_the_screenshots_are_as_they_are_made_now(program: str, tmp_path: Path) -> None:
     chromium()
     command = [sys.executable, "-m", f"tests.support.{program}", "--to", tmp_path]

@@ -6,6 +6,8 @@ The new one is told to go, which it says on its way out.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +25,8 @@ from tests.support.command_lines import with_words
 from tests.support.engine_process import EngineProcess, left_running, running_engine
 from tracewire import Client, Output, Restarted
 from tracewire_bus.bus import Bus
+from tracewire_bus.mapped_files import SHARED, mapped_files
+from tracewire_bus.owned_folder import OwnedFolder
 from tracewire_bus.transport.embedded import EmbeddedServer
 
 LENGTH = 200
@@ -132,3 +136,37 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
     assert all({"time", "level", "logger", "message", "pid"} <= line.keys() for line in lines)
     assert {line["logger"] for line in lines} >= {"tracewire"}
     assert len({line["pid"] for line in lines}) >= 3
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("starts_engine")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one worker"),
+        pytest.param(("--tensor-parallel-size", "2"), id="two workers"),
+        pytest.param(
+            ("--sandbox",),
+            id="sandboxed",
+            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
+        ),
+    ],
+)
+async def test_files_of_an_engine_of_which_nobody_is_left_go_with_the_next_start(
+    own_bus: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "--tensor-parallel-size" in options else {}
+    before = set(SHARED.iterdir())
+    with running_engine(own_bus, tmp_path, *options, environment=environment) as engine:
+        await anyio.to_thread.run_sync(engine.wait_ready)
+        pids = [engine.process.pid, *(one.pid for one in engine.descendants())]
+        mapped = mapped_files(pids)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await anyio.to_thread.run_sync(engine.process.wait)
+        psutil.wait_procs(engine.below, timeout=60)
+        left = {file for file in SHARED.iterdir() if (file.stat().st_dev, file.stat().st_ino) in mapped} - before
+        assert {file.name.partition("_")[0] for file in left} >= {"psm"}
+        # As the next engine's start does.
+        with OwnedFolder("tracewire-memory-"), OwnedFolder("tracewire-link-"), OwnedFolder("tracewire-sandbox-"):
+            assert not [file for file in left if file.exists()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,48 @@ def test_the_next_owner_removes_what_a_killed_one_left_and_nothing_else(tmp_path
             assert (elsewhere / "lock").exists()
     finally:
         link.unlink()
+
+
+def test_files_elsewhere_go_with_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
+    kept, gone, anew = (tmp_path / name for name in ("kept", "gone", "anew"))
+    for file in (kept, gone, anew):
+        file.touch()
+    names = [str(file) for file in (gone, anew)]
+    left = left_by_killed(f"{MAKES}\nfrom pathlib import Path\nfolder.take_along([Path(one) for one in {names!r}])")
+    # Another file has the name meanwhile.
+    (tmp_path / "another").touch()
+    (tmp_path / "another").replace(anew)
+    with OwnedFolder(PREFIX) as folder:
+        assert not left.exists()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["anew", "kept"]
+        folder.take_along([kept])
+    # Its owner has ended well.
+    assert kept.exists()
+
+
+def test_shared_memory_that_a_process_maps_stays() -> None:
+    memory = SharedMemory(create=True, size=64)
+    file = Path("/dev/shm", memory.name)
+    makes = f"{MAKES}\nfrom pathlib import Path\nfolder.take_along([Path({str(file)!r})])"
+    try:
+        left_by_killed(makes)
+        with OwnedFolder(PREFIX):
+            assert file.exists()
+        memory.close()
+        left_by_killed(makes)
+        with OwnedFolder(PREFIX):
+            assert not file.exists()
+    finally:
+        resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+        file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[["x"]]', '[["x", "y", 0]]'])
+def test_a_list_of_files_elsewhere_that_is_none_removes_nothing(text: str) -> None:
+    left = left_by_killed(MAKES)
+    (left / "elsewhere").write_text(text)
+    with OwnedFolder(PREFIX):
+        assert not left.exists()
 
 
 def test_a_folder_whose_owner_has_not_locked_it_yet_stays() -> None:

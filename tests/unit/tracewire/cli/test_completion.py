@@ -41,6 +41,7 @@ def test_the_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     [
         ("tracewire ca", {"cancel"}),
         ("tracewire run --st", {"--steer", "--stop"}),
+        ("tracewire traces --en", {"--ended"}),
         ("tracewire edits in", {"install"}),
         ("tracewire completion f", {"fish"}),
     ],

@@ -8,7 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tracewire.cli.format import counted, event_line, failure_text, lifecycle_line, printable, short_value, timestamp
+from tracewire.cli.format import (
+    age,
+    counted,
+    event_line,
+    failure_text,
+    lifecycle_line,
+    printable,
+    short_value,
+    timestamp,
+)
 from tracewire.traces.output import Steered
 from tracewire_bus.store.lifecycle import Lifecycle
 from tracewire_bus.wire.messages import Change, Failure, FirstToken
@@ -35,6 +44,11 @@ def test_a_value_is_short(value: Any, shown: str) -> None:
 
 def test_things_are_counted() -> None:
     assert [counted(number, "engine") for number in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
+
+
+def test_an_age_is_in_its_greatest_unit() -> None:
+    seconds = (-1, 0.9, 59, 60, 3599, 3600, 86399, 86400, 1e7)
+    assert [age(one) for one in seconds] == ["0 s", "0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 d", "115 d"]
 
 
 def test_a_change_says_by_whom_and_from_which_token_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.cli import command
 from tests.support.redis.proxy import proxy
 from tests.support.until import until
 from tracewire.cli import outage
+from tracewire_bus.transport.backoff import outages
 
 
 async def test_run_says_once_for_each_outage_that_it_waits(
@@ -22,6 +24,7 @@ async def test_run_says_once_for_each_outage_that_it_waits(
     prefix: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outage, "_LOOK_S", 0.02)
@@ -60,6 +63,9 @@ async def test_run_says_once_for_each_outage_that_it_waits(
     read(0, "")
     assert ended == [0]
     assert shown[0] == "one two\n"
-    said = [line for line in shown[1].splitlines() if "still waiting" in line]
+    said = [line for line in shown[1].splitlines() if "Redis" in line]
     text = f"tracewire: still waiting for Redis at {through.url}, which has not answered for 0.2 s; "
-    assert said == [f"{text}Ctrl-C ends this command"] * 2
+    assert said == [f"{text}Ctrl-C ends this command", "tracewire: Redis answers again"] * 2
+    # Without a handler, a program prints such records on standard error.
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not outages.disabled

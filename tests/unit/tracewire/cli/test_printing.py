@@ -88,6 +88,8 @@ def test_remarks_do_not_mix_with_data(capsys: pytest.CaptureFixture[str]) -> Non
             "No edits of 'a' on {place}. Install one: tracewire edits install --help\n"
             "No engines of 'a' on {place}. Start one: tracewire engine a --url {url} --prefix {prefix}\n",
         ),
+        (("traces",), "No traces on {place}. Run one: tracewire run --help\n"),
+        (("traces", "--ended", "--model", "a"), "No ended traces of 'a' on {place}. Run one: tracewire run --help\n"),
         (("library", "list"), "No entries on {place}. Add one: tracewire library add --help\n"),
         (("top",), "No engines on {place}. Start one: tracewire engine demo --url {url} --prefix {prefix}\n"),
     ],

@@ -1,16 +1,17 @@
-"""`tracewire watch` prints a trace to its end, or what becomes of all."""
-
-# ruff: noqa: ASYNC220
+"""`tracewire traces` lists traces, and `tracewire watch` prints one to its end, or what becomes of all."""
 
 # ruff: noqa: ASYNC220
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -18,14 +19,87 @@ import pytest
 
 import tracewire
 from tests.support.bus_engine import BusEngine, Stage, tiny
+from tests.support.cli import command
+from tests.support.terminal import on_terminal, snapshot_of
+from tests.support.until import until
 from tracewire import Client
-from tracewire.cli import main as cli
+from tracewire.admin.traces import STATES
+from tracewire.cli.traces import RUNNING
 from tracewire_bus.wire.messages import Failure, Set
 
 
-async def command(*arguments: str) -> int:
-    """Run the command as a program would, with an event loop of its own."""
-    return await anyio.to_thread.run_sync(partial(cli.main, list(arguments)))
+async def ends(stage: Stage) -> None:
+    """One trace goes on until it is cancelled, one fails, and the others end well."""
+    await stage.accept()
+    if stage.trace == "b":
+        await anyio.sleep_forever()
+    await stage.output("x", finish_reason="stop")
+    failed = stage.trace.endswith("c")
+    await stage.final("failed" if failed else "finished", Failure("BlockError", "boom") if failed else None)
+
+
+async def three_traces(client: Client) -> None:
+    """One that has finished, one of a tenant that has failed, and one that runs."""
+    await client.trace("tiny", "x", trace_id="a", by="ada").result()
+    async with client.trace("tiny", "x", trace_id="red:c", by="bob") as failing:
+        await failing.until_done()
+    await client.trace("tiny", "x", trace_id="b", by="ada", detach=True).accepted()
+    await until(lambda: is_listed(client))
+
+
+async def is_listed(client: Client) -> bool:
+    """Whether the list has come as far as the traces have."""
+    return [trace.state for trace in await client.traces.list()] == ["running", "failed", "finished"]
+
+
+async def test_traces_are_listed(
+    client: Client, engine: Callable[..., Any], redis_url: str, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--url", redis_url, "--prefix", prefix)
+
+    async def lines(*options: str) -> list[list[str]]:
+        assert await command("traces", *options, *where) == 0
+        return [re.sub(r"\d+ s", "N s", line).split("\t") for line in capsys.readouterr().out.splitlines()]
+
+    finished = ["a", "tiny", "finished", "1 token", "N s", "ada"]
+    failed = ["red:c", "tiny", "failed: BlockError", "1 token", "N s", "bob", "red"]
+    running = ["b", "tiny", "running", "-", "N s", "ada"]
+    async with engine(ends):
+        await three_traces(client)
+        assert await lines() == [running, failed, finished]
+        assert await lines("--running") == [running]
+        assert await lines("--ended", "--model", "tiny") == [failed, finished]
+        assert await lines("--client", "ada") == [running, finished]
+        assert await lines("--tenant", "red") == [failed]
+        assert await command("traces", "--limit", "1", *where) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("b\t")
+        assert said.err == "tracewire: there may be more traces than 1: --limit N\n"
+        assert await command("traces", "--json", *where) == 0
+        (_, second, first) = json.loads(capsys.readouterr().out)
+        assert (first["trace_id"], first["tenant"], first["state"], first["tokens"]) == ("a", None, "finished", 1)
+        assert (second["tenant"], second["error"], second["client"]) == ("red", "BlockError", "bob")
+        assert first["queued_at"] <= first["ended_at"] <= second["queued_at"]
+        with on_terminal("traces", "--prefix", prefix, TRACEWIRE_URL=redis_url) as terminal:
+            assert await terminal.wait_end() == 0
+            # How long ago it was, and so the width of that column, differ from run to run.
+            steady = re.sub(r" {2,}", "  ", re.sub(r"\d+ s\b", "N s", re.sub("─+", "─", terminal.text())))
+            shown, kept = snapshot_of("traces", steady)
+        assert shown == kept
+        await client.cancel("b")
+    assert await command("traces", "--running", "--tenant", "red", *where) == 0
+    assert "No running traces of the tenant 'red' on " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--running", "--ended"), ("--limit", "0"), ("--limit", "some")])
+async def test_wrong_options_of_the_list(words: tuple[str, ...], redis_url: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        await command("traces", *words, "--url", redis_url)
+    assert ended.value.code == 2
+
+
+def test_the_states_of_a_trace_that_has_not_ended() -> None:
+    assert STATES.difference(RUNNING) == {"finished", "stopped", "cancelled", "expired", "rejected", "failed"}
 
 
 async def test_watch_prints_a_trace_to_its_end(
