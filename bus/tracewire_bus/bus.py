@@ -507,9 +507,9 @@ class Bus:
         """Whether a trace has a record or events, and neither has expired."""
         return bool(await self.records.existing([trace]))
 
-    async def commands(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Execute Redis commands in one round trip, and return the replies; see `command`."""
-        return await self._connections.commands(*commands)
+    async def commands(self, *commands: tuple[Any, ...], within_s: float = 0.0) -> list[Any]:
+        """The replies to commands of one round trip, which others may join for `within_s` seconds; see `command`."""
+        return await self._connections.commands(*commands, within_s=within_s)
 
     async def command(self, *command: Any) -> Any:
         """Execute one Redis command and return the raw reply. Sent again if the connection breaks.

@@ -75,8 +75,8 @@ class Commands(Protocol):
     async def command(self, *command: Any) -> Any:
         """Execute a command of Redis."""
 
-    async def commands(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Execute several in one round trip."""
+    async def commands(self, *commands: tuple[Any, ...], within_s: float = 0.0) -> list[Any]:
+        """Execute several in one round trip, which may wait for up to `within_s` seconds for others to share it."""
 
 
 class AuditLog:
@@ -85,15 +85,16 @@ class AuditLog:
     def __init__(self, bus: Commands) -> None:
         self._bus = bus
 
-    async def append(self, entries: Sequence[AuditEntry], most: int) -> None:
-        """Append entries. The stream keeps about `most` of them.
+    async def append(self, entries: Sequence[AuditEntry], most: int, within_s: float = 0.0) -> None:
+        """Append entries, within so many seconds. The stream keeps about `most` of them.
 
         Raises:
             BusError: Redis refuses, or does not answer.
         """
         key = self._bus.keys.audit
         await self._bus.commands(
-            *(("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries)
+            *(("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries),
+            within_s=within_s,
         )
 
     async def keep_code(self, hash: str, text: str) -> None:

@@ -35,7 +35,7 @@ from tracewire_bus.wire.pieces import Pieces
 from .backoff import Backoff
 from .errors import BusFull, BusUnavailable, as_bus_error, copy_of, is_full, is_transient
 from .link import Link, ahead_of, pack_commands
-from .loops import Future, Loop, Task, running_loop, semaphore
+from .loops import Future, Loop, Task, Timer, running_loop, semaphore
 from .server import Server, Transport
 
 __all__ = ["Connections"]
@@ -141,7 +141,11 @@ class Connections:
         return Connections(self.url, patience_s=self._patience_s, unbatched=True, guard=self.guard, parent=self)
 
     async def execute_once(
-        self, *commands: Sequence[Any], on_node_of: Link | None = None, unbatched: bool = False
+        self,
+        *commands: Sequence[Any],
+        on_node_of: Link | None = None,
+        unbatched: bool = False,
+        within_s: float = 0.0,
     ) -> list[Any]:
         """Execute commands on a shared link, without retries; replies and errors are those of `Link.execute`.
 
@@ -152,6 +156,7 @@ class Connections:
             commands: the commands.
             on_node_of: execute on the server to which this link is connected.
             unbatched: send this call in a round trip of its own.
+            within_s: how long a call that is sent in a batch waits for other calls to be sent with, in seconds.
 
         Raises:
             anyio.ClosedResourceError: these connections were closed.
@@ -173,10 +178,16 @@ class Connections:
             self._loop = running_loop()
         call = _Call(commands, packed, self._loop.create_future())
         self._calls.append(call)
-        self._schedule()
+        timer: Timer | None = None
+        if within_s:
+            timer = self._loop.call_at(self._loop.time() + within_s, self._schedule)
+        else:
+            self._schedule()
         try:
             return await call.replies
         finally:
+            if timer is not None:
+                timer.cancel()
             # A call that is cancelled before it is sent has no effect. If all calls of a batch are cancelled, so is the
             # batch, which closes its connection.
             call.replies.cancel()
@@ -342,13 +353,16 @@ class Connections:
         """
         return (await self.commands(command, unbatched=unbatched))[0]
 
-    async def commands(self, *commands: Sequence[Any], refuse_full: bool = False, unbatched: bool = False) -> list[Any]:
+    async def commands(
+        self, *commands: Sequence[Any], refuse_full: bool = False, unbatched: bool = False, within_s: float = 0.0
+    ) -> list[Any]:
         """Execute several commands in one round trip, with the retries and errors of `command`.
 
         Args:
             commands: the commands; all are retried together.
             refuse_full: do not retry when Redis has no memory left.
             unbatched: send them in a round trip of their own.
+            within_s: how long they may wait for other calls, to share a round trip with these, in seconds.
 
         Returns:
             the raw replies.
@@ -360,7 +374,7 @@ class Connections:
         deadline = anyio.current_time() + self._patience_s
         while True:
             try:
-                replies = await self.execute_once(*commands, unbatched=unbatched)
+                replies = await self.execute_once(*commands, unbatched=unbatched, within_s=within_s)
                 for reply in replies:
                     if isinstance(reply, Exception):
                         raise reply

@@ -28,8 +28,9 @@ _WAITING: Final = 20_000
 _AT_ONCE: Final = 64
 _REMEMBERED: Final = 1024
 _TEXT: Final = 500
-#: How long entries wait for others, to be written together, in seconds.
-_GATHER_S: Final = 0.03
+#: How long entries wait for others, to be written together, and then for a round trip that is made anyway, in seconds.
+_GATHER_S: Final = 0.02
+_RIDE_S: Final = 0.01
 
 
 class Audit:
@@ -110,7 +111,7 @@ class Audit:
                     await self._log.keep_code(*self._codes[0])
                     self._codes.popleft()
                 some = [self._entries[index] for index in range(min(_AT_ONCE, len(self._entries)))]
-                await self._log.append(some, self._most)
+                await self._log.append(some, self._most, _RIDE_S)
                 for entry in some:
                     # The oldest may have been dropped meanwhile.
                     if self._entries and self._entries[0] is entry:

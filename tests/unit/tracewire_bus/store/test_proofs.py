@@ -73,7 +73,7 @@ async def test_submissions_of_one_turn_have_one_signature(tmp_path: Path, count:
 async def test_a_process_that_signs_several_at_once_gathers_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracewire_bus.store.proofs._PACE_S", 60.0)
+    monkeypatch.setattr("tracewire_bus.store.proofs._GATHER_S", 60.0)
     keys = Identities(tmp_path)
     proofs = Proofs(keys.signer("alice"), prefix="tw")
     made: list[bytes] = []

@@ -40,6 +40,32 @@ async def test_large_calls_go_by_themselves(connections: Connections) -> None:
     assert small[0] == small[1] != mine
 
 
+async def test_a_call_that_may_wait_goes_with_the_next_one_or_when_its_time_is_over(connections: Connections) -> None:
+    order: list[str] = []
+
+    async def ask(name: str, within_s: float) -> None:
+        assert await connections.commands(("ECHO", name), within_s=within_s) == [name.encode()]
+        order.append(name)
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "waits", 3600.0)
+            await anyio.wait_all_tasks_blocked()
+            assert not order
+            await ask("does not", 0.0)
+        assert order == ["waits", "does not"]
+        await ask("alone", 0.001)
+
+
+async def test_a_call_that_waits_is_sent_to_nobody_once_it_is_cancelled(connections: Connections, prefix: str) -> None:
+    key = f"{prefix}:list"
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(connections.commands, ("RPUSH", key, "x"), within_s=3600.0))
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert await connections.command("LLEN", key) == 0
+
+
 async def test_calls_whose_replies_may_be_large_go_by_themselves(embedded: str, connections: Connections) -> None:
     apart = Connections(embedded, patience_s=5, unbatched=True)
     assert len(set(await together(apart, *[("CLIENT", "ID")] * 4))) == 4
