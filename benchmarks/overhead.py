@@ -549,8 +549,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--model-runner",
-        choices=("first", "second"),
-        default="first",
+        choices=("auto", "first", "second"),
+        default="auto",
         help="as of `tracewire engine`; plain vLLM chooses",
     )
     parser.add_argument("--settle", type=float, default=SETTLE_S, metavar="SECONDS", help="between two ways")

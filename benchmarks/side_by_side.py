@@ -59,8 +59,8 @@ def add_options(parser: argparse.ArgumentParser, *, requests: list[int], rounds:
     parser.add_argument("--adapters", type=at_least(1), help="as of `tracewire engine`")
     parser.add_argument(
         "--model-runner",
-        choices=("first", "second"),
-        default="first",
+        choices=("auto", "first", "second"),
+        default="auto",
         help="as of `tracewire engine`; plain vLLM chooses",
     )
     parser.add_argument("--subscribers", type=at_least(1), default=1, help="how many processes submit and follow")

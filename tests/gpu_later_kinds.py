@@ -112,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
-    parser.add_argument("--model-runner", choices=("first", "second"), default="first", help="of vLLM's")
+    parser.add_argument("--model-runner", choices=("auto", "first", "second"), default="auto", help="of vLLM's")
     figures = anyio.run(run, parser.parse_args())
     print(json.dumps(figures, indent=1))
     return 0 if all(one["tokens"] and one["apart"] < 0.05 for one in figures.values()) else 1

@@ -240,7 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
-    parser.add_argument("--model-runner", choices=("first", "second"), default="first", help="of vLLM's")
+    parser.add_argument("--model-runner", choices=("auto", "first", "second"), default="auto", help="of vLLM's")
     parser.add_argument("--backend", action="append", help="an attention backend of vLLM's; again for another")
     parser.add_argument("--only-taps", action="store_true", help="leave infinite activations out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: as on a CPU")

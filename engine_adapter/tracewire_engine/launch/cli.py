@@ -260,8 +260,8 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
 
     from .engine_builder import UnsupportedSetting, choose_runner, refuse_unsupported
 
-    choose_runner(options.model_runner)
     arguments = AsyncEngineArgs.from_cli_args(options)
+    choose_runner(options.model_runner, arguments)
     refuse_unsupported(arguments, options.tap)
     if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
         raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")

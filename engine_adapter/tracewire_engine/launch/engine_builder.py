@@ -59,7 +59,7 @@ from tracewire_engine.protocol.keys import (
 
 from .model_digest import weights_digest
 from .parent_death import ADAPTER_PID
-from .speculation import speculation_problem, speculation_settings
+from .speculation import needs_first_runner, speculation_problem, speculation_settings
 
 __all__ = [
     "EngineModel",
@@ -106,22 +106,27 @@ class EngineModel(VLLM):
         return tree
 
 
-def choose_runner(name: str) -> None:
+def choose_runner(name: str, arguments: AsyncEngineArgs) -> None:
     """Have vLLM use its `"first"` or its `"second"` model runner, in this process and those that it starts.
+
+    With `"auto"` the environment decides, and without it vLLM. A method of drafting that has not been tried on the
+    second runner gets the first one, as does a platform without Triton.
 
     Raises:
         UnsupportedSetting: the environment asks for the other one, or the second one cannot run here.
     """
-    wanted = "1" if name == "second" else "0"
-    if os.environ.get(_SECOND_RUNNER, "") not in ("", wanted):
-        raise UnsupportedSetting(
-            f"{_SECOND_RUNNER}={os.environ[_SECOND_RUNNER]} contradicts --model-runner {name}; unset it"
-        )
-    if name == "second":
-        from vllm.triton_utils import HAS_TRITON
+    from vllm.triton_utils import HAS_TRITON
 
-        if not HAS_TRITON:
-            raise UnsupportedSetting("--model-runner second is not supported here: vLLM's second runner needs Triton")
+    given = os.environ.get(_SECOND_RUNNER, "")
+    if name == "auto":
+        if not given and HAS_TRITON and not needs_first_runner(arguments):
+            return
+        name = "second" if given == "1" else "first"
+    wanted = "1" if name == "second" else "0"
+    if given not in ("", wanted):
+        raise UnsupportedSetting(f"{_SECOND_RUNNER}={given} contradicts --model-runner {name}; unset it")
+    if name == "second" and not HAS_TRITON:
+        raise UnsupportedSetting("--model-runner second is not supported here: vLLM's second runner needs Triton")
     os.environ[_SECOND_RUNNER] = wanted
 
 
@@ -192,7 +197,8 @@ def refuse_unsupported(arguments: AsyncEngineArgs, taps: Sequence[str] = ()) -> 
     for option, present, reason in refused:
         if present:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
-    second, may_plan_ahead = os.environ.get(_SECOND_RUNNER) == "1", not current_platform.is_cpu()
+    # Where vLLM chooses, either runner has the methods of the second one.
+    second, may_plan_ahead = os.environ.get(_SECOND_RUNNER) != "0", not current_platform.is_cpu()
     if problem := speculation_problem(arguments, taps, second=second, may_plan_ahead=may_plan_ahead):
         raise UnsupportedSetting(f"--speculative-config: {problem}")
 
@@ -213,8 +219,8 @@ class WorkerSettings:
     blob_threshold: int = 0
     #: How many bytes of KV cache of preempted traces each worker keeps in host memory; the rest is recomputed.
     kept_bytes: int = 8 << 30
-    #: Which of vLLM's model runners to use: "first" or "second".
-    model_runner: str = "first"
+    #: Which of vLLM's model runners to use: "first", "second", or "auto" for vLLM's own choice.
+    model_runner: str = "auto"
     #: How long workers on other machines and the adapter wait for each other, in seconds (see `liveness.py`).
     worker_patience_s: float = 30.0
     #: The key of the adapter's permits for blocks; without one, the workers run every block that reaches them.
@@ -259,7 +265,7 @@ def build_engine(
     """
     settings = settings or WorkerSettings()
     taps = list(taps)
-    choose_runner(settings.model_runner)
+    choose_runner(settings.model_runner, arguments)
     refuse_unsupported(arguments, taps)
     _prepare_process()
     options = _engine_options(arguments, settings, loras or {})

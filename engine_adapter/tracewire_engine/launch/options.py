@@ -138,9 +138,9 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
     )
     group.add_argument(
         "--model-runner",
-        choices=("first", "second"),
-        default="first",
-        help="which of vLLM's model runners to use: its second one is its default for most models (default: first)",
+        choices=("auto", "first", "second"),
+        default="auto",
+        help="which of vLLM's model runners to use (default: auto, vLLM's own choice; on a CPU the first)",
     )
     group.add_argument(
         "--unknown-vllm",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["METHODS", "speculation_problem", "speculation_settings"]
+__all__ = ["METHODS", "needs_first_runner", "speculation_problem", "speculation_settings"]
 
 #: The methods that have been tried (`tests/e2e/speculation`), by whether vLLM uses its second model runner.
 METHODS = {
@@ -45,6 +45,12 @@ def speculation_settings(arguments: Any) -> Any:
     if isinstance(config, dict):
         config = {name.replace("-", "_"): value for name, value in config.items()}
     return {**single, **config} if isinstance(config, dict) else config or single or None
+
+
+def needs_first_runner(arguments: Any) -> bool:
+    """Whether vLLM's engine arguments ask for a method of drafting that has not been tried on the second runner."""
+    config = speculation_settings(arguments)
+    return isinstance(config, dict) and bool(config) and config.get("method") not in METHODS[True]
 
 
 def speculation_problem(

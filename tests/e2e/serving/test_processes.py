@@ -38,10 +38,11 @@ async def own_bus() -> AsyncIterator[str]:
         ),
         (["--pipeline-parallel-size", "3", "--async-scheduling"], {}, "--async-scheduling"),
         (
-            [],
+            ["--model-runner", "first"],
             {"VLLM_USE_V2_MODEL_RUNNER": "1"},
             "VLLM_USE_V2_MODEL_RUNNER=1 contradicts --model-runner",
         ),
+        ([], {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "vLLM's second runner needs Triton"),
         (["--model-runner", "second"], {"VLLM_USE_V2_MODEL_RUNNER": ""}, "--model-runner second"),
         (["--enable-dbo"], {}, "--enable-dbo"),
         ([], {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "VLLM_WORKER_MULTIPROC_METHOD=fork"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from tracewire_engine.launch.engine_builder import UnsupportedSetting
 
 pytest.importorskip("vllm")
 from vllm.engine.arg_utils import AsyncEngineArgs
+
+#: vLLM's, without speculative decoding.
+ARGUMENTS: Any = SimpleNamespace(speculative_config=None)
 
 
 def arguments(**options: Any) -> Any:
@@ -92,11 +95,36 @@ def test_the_runner_that_was_chosen_is_the_one_that_vllm_builds(
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
     for _ in range(2):
-        engine_model.choose_runner(runner)
+        engine_model.choose_runner(runner, ARGUMENTS)
         assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == variable
     other = "first" if runner == "second" else "second"
     with pytest.raises(UnsupportedSetting, match=f"contradicts --model-runner {other}"):
-        engine_model.choose_runner(other)
+        engine_model.choose_runner(other, ARGUMENTS)
+    engine_model.choose_runner("auto", ARGUMENTS)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == variable
+
+
+@pytest.mark.parametrize(
+    ("triton", "config", "variable"),
+    [
+        (True, None, None),
+        (True, {"method": "ngram"}, None),
+        (True, {"method": "medusa"}, "0"),
+        (True, {"method": "unheard-of"}, "0"),
+        (False, None, "0"),
+    ],
+)
+def test_vllm_chooses_where_both_runners_can(
+    monkeypatch: pytest.MonkeyPatch, triton: bool, config: dict[str, str] | None, variable: str | None
+) -> None:
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", triton)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    for _ in range(2):
+        engine_model.choose_runner("auto", cast(Any, SimpleNamespace(speculative_config=config)))
+        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 
 
 def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +133,11 @@ def test_the_second_runner_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     with pytest.raises(UnsupportedSetting, match="needs Triton"):
-        engine_model.choose_runner("second")
+        engine_model.choose_runner("second", ARGUMENTS)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedSetting, match="needs Triton"):
+        engine_model.choose_runner("auto", ARGUMENTS)
 
 
 @pytest.mark.parametrize(
