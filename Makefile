@@ -78,10 +78,11 @@ test-engineless: $(READY)  ## the tests that start no engine
 lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts, the examples' types, luacheck
 	@echo "lint: ruff check"; $(BIN)/ruff check -q .
 	@echo "lint: ruff format"; $(BIN)/ruff format -q --check .
-	@echo "lint: mypy"; $(BIN)/mypy --strict --no-error-summary
+	@echo "lint: mypy, and the types of the examples beside it"; \
+	$(BIN)/python -m tests.support.typecheck & examples=$$!; failed=0; \
+	$(BIN)/mypy --strict --no-error-summary || failed=1; wait $$examples || failed=1; exit $$failed
 	@echo "lint: imports"; said=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$said"; exit 1; }
 	@echo "lint: luacheck"; $(BIN)/python -m tests.support.luacheck
-	@echo "lint: types of the examples"; $(BIN)/python -m tests.support.typecheck
 	@echo "lint: clean"
 
 audit: $(READY)  ## known vulnerabilities of what locks/ pins, and bandit; needs PyPI's vulnerability data
