@@ -10,13 +10,13 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
 ARGS ?=
-# How many processes run the tests without an engine, each a file at a time; 0: this one does it all.
+# How many processes run the tests, each a file or the files of one engine at a time; 0: this one does it all.
 WORKERS ?= 2
 
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
@@ -55,16 +55,9 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends with one JSON object
 	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)
 
-# An engine takes all cores, so the tests that start one follow the others, and run one after the other.
+# An engine that starts, or that one request runs on, keeps one core busy: other tests take the other one.
 test: $(READY)  ## all tests but those marked `full`
-ifeq ($(strip $(ARGS)),)
-	@failed=0; \
-	$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) || failed=1; \
-	$(BIN)/python -m pytest -q -m "not full and engine" || failed=1; \
-	exit $$failed
-else
-	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
-endif
+	@$(BIN)/python -m pytest -q -m "not full" $(if $(strip $(ARGS)),$(ARGS),$(SPREAD))
 
 test-full: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -q $(ARGS)
