@@ -29,8 +29,8 @@ setup: $(READY)  ## make .venv: the CPU engine, the client and the tools, as loc
 	@:
 
 # torch comes first and with its dependencies: pip takes a CPU build of it where its configuration knows one, else the
-# CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, and what they
-# leave out (torchvision, torchaudio and torchcodec, see locks/update.py) would not import beside a CPU build. Bytecode is
+# CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, but for what
+# locks/update.py says that they leave out, such as torchvision, which would not import beside a CPU build. Bytecode is
 # written at the end, on all cores: pip would take a minute for it on one. Some packages ship files for other Pythons.
 $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
