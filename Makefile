@@ -10,13 +10,13 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 # Arguments for pytest, the demo or the benchmarks: `make test ARGS="tests/test_codec.py -x"`.
 ARGS ?=
-# How many processes run the tests without an engine, each a file at a time; 0: this one does it all.
+# How many processes run the tests, each a file or the files of one engine at a time; 0: this one does it all.
 WORKERS ?= 2
 
 # The first of these that runs and is 3.11 or 3.12 makes the environment; or name one: `make setup PYTHON=/path/to/python`.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3 python3.12 python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+SPREAD := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 # The variable silences an announcement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
@@ -29,8 +29,8 @@ setup: $(READY)  ## make .venv: the CPU engine, the client and the tools, as loc
 	@:
 
 # torch comes first and with its dependencies: pip takes a CPU build of it where its configuration knows one, else the
-# CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, and what they
-# leave out (torchvision, torchaudio and torchcodec, see locks/update.py) would not import beside a CPU build. Bytecode is
+# CUDA build, which needs its libraries. Then everything else without dependencies: the locks are complete, but for what
+# locks/update.py says that they leave out, such as torchvision, which would not import beside a CPU build. Bytecode is
 # written at the end, on all cores: pip would take a minute for it on one. Some packages ship files for other Pythons.
 $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
@@ -55,16 +55,9 @@ $(READY): pyproject.toml locks/torch-cpu.txt locks/cpu.txt
 demo: $(READY)  ## show it: an engine, a service and two onlookers; JSON=1 ends with one JSON object
 	@$(BIN)/python examples/demo/run.py $(if $(JSON),--json) $(ARGS)
 
-# An engine takes all cores, so the tests that start one follow the others, and run one after the other.
+# An engine that starts, or that one request runs on, keeps one core busy: other tests take the other one.
 test: $(READY)  ## all tests but those marked `full`
-ifeq ($(strip $(ARGS)),)
-	@failed=0; \
-	$(BIN)/python -m pytest -q -m "not full and not engine" $(SPREAD) || failed=1; \
-	$(BIN)/python -m pytest -q -m "not full and engine" || failed=1; \
-	exit $$failed
-else
-	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
-endif
+	@$(BIN)/python -m pytest -q -m "not full" $(if $(strip $(ARGS)),$(ARGS),$(SPREAD))
 
 test-full: $(READY)  ## all tests
 	@$(BIN)/python -m pytest -q $(ARGS)
@@ -78,10 +71,11 @@ test-engineless: $(READY)  ## the tests that start no engine
 lint: $(READY)  ## ruff, mypy --strict on the three packages, the import contracts, the examples' types, luacheck
 	@echo "lint: ruff check"; $(BIN)/ruff check -q .
 	@echo "lint: ruff format"; $(BIN)/ruff format -q --check .
-	@echo "lint: mypy"; $(BIN)/mypy --strict --no-error-summary
+	@echo "lint: mypy, and the types of the examples beside it"; \
+	$(BIN)/python -m tests.support.typecheck & examples=$$!; failed=0; \
+	$(BIN)/mypy --strict --no-error-summary || failed=1; wait $$examples || failed=1; exit $$failed
 	@echo "lint: imports"; said=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$said"; exit 1; }
 	@echo "lint: luacheck"; $(BIN)/python -m tests.support.luacheck
-	@echo "lint: types of the examples"; $(BIN)/python -m tests.support.typecheck
 	@echo "lint: clean"
 
 audit: $(READY)  ## known vulnerabilities of what locks/ pins, and bandit; needs PyPI's vulnerability data

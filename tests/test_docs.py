@@ -264,10 +264,14 @@ def test_a_command_that_no_test_runs_is_found() -> None:
     [
         ("demo", "examples/demo/run.py"),
         ("demo JSON=1", "examples/demo/run.py --json"),
-        ("test", '-m pytest -q -m "not full and engine" || failed=1; \\\nexit $failed'),
+        ("test WORKERS=2", '-m pytest -q -m "not full" -n 2 --dist loadfile --no-loadscope-reorder'),
         ("test ARGS=-x", '-m pytest -q -m "not full" -x'),
         ("test-full", "-m pytest -q"),
-        ("test-engineless WORKERS=2", '-m pytest -q -m "not full and not engine" -n 2 --dist loadfile'),
+        ("test WORKERS=0", '-m pytest -q -m "not full"'),
+        (
+            "test-engineless WORKERS=2",
+            '-m pytest -q -m "not full and not engine" -n 2 --dist loadfile --no-loadscope-reorder',
+        ),
         ("bench", "-m benchmarks.blobs"),
         ("docs", "-m mkdocs build --strict"),
         ("docs-serve", "-m mkdocs serve"),

@@ -151,7 +151,7 @@ def test_the_adapter_behind_its_seam_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_locks_hold_all_that_their_packages_ask_for(python: str) -> None:
-    """What `pip check` would say of an environment made from the locks: nothing, but for the three left out."""
+    """What `pip check` would say of an environment made from the locks: nothing, but for those left out."""
     pins = read_locks()
     everything = closure(project_requirements(EXTRAS), installed_requires, python=python, left_out=LEFT_OUT)
     assert everything.keys() <= pins.keys(), "run `make locks`"

@@ -5,8 +5,7 @@ another name. So nothing is imported at the top.
 """
 
 if __name__ == "__main__":
-    import sys
-
     from tracewire_engine.launch.cli import main
+    from tracewire_engine.launch.quick_exit import leave
 
-    sys.exit(main())
+    leave(main())

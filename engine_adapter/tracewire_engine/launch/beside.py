@@ -23,6 +23,7 @@ from tracewire_engine.link.step_link import LinkReceiver
 from .adapter_group import DRAINING, SERVING, Beside, Loaded, Model, core_sockets, follow
 from .adapter_process import LOOP, adapter_settings, exporter_of, open_bus, spans_of
 from .parent_death import die_with_parent
+from .quick_exit import leave_when_done
 from .secret import others
 
 __all__ = ["main"]
@@ -33,6 +34,7 @@ logger = logging.getLogger("tracewire")
 def main(beside: Beside, pipe: Connection, parent: int) -> None:
     """Serve until adapter 0, which is the process `parent`, says to stop, or the engine is lost."""
     die_with_parent(parent)
+    leave_when_done()
     # Adapter 0 gets the signals of the terminal and of the supervisor.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -378,8 +378,6 @@ def _serve(
             others.end()
             model.vllm_entrypoint.shutdown()
             model.vllm_entrypoint = None
-            # At the interpreter's end, Triton's bindings report frozen objects as leaked.
-            gc.unfreeze()
 
 
 def _sockets_below(folder: Path) -> None:

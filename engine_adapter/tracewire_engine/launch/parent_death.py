@@ -12,6 +12,8 @@ import gc
 import os
 import signal
 
+from .quick_exit import leave_when_done
+
 __all__ = ["ADAPTER_PID", "die_with_parent", "register"]
 
 #: Environment variable holding the adapter's process id, which its children inherit.
@@ -49,3 +51,4 @@ def register() -> None:
         die_with_parent()
         # The adapter turns garbage collection off while it starts, and a forked process inherits that.
         gc.enable()
+        leave_when_done()

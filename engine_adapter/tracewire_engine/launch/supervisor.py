@@ -195,8 +195,12 @@ def _end_children() -> None:
 
 
 def _removes_shared_memory(process: psutil.Process) -> bool:
-    """Whether this is Python's process that removes the shared memory of others once they have ended, and then ends."""
-    return any("multiprocessing.resource_tracker" in one for one in process.cmdline())
+    """Whether this is Python's process that removes the shared memory of others once they have ended, and then ends.
+
+    Or one that is ending already, which the kernel has no command line of.
+    """
+    words = process.cmdline()
+    return not words or any("multiprocessing.resource_tracker" in one for one in words)
 
 
 def supervise(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.engine_process import is_asked_for
+from tests.support.engine_process import is_asked_for, is_worker
 from tests.support.parallel.kinds import SPLIT_BYTES
 from tests.support.parallel.layouts import CAPACITY, Served, served
 
@@ -29,5 +29,5 @@ async def ranks(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="package", autouse=True)
 def _stages_ahead(request: pytest.FixtureRequest) -> None:
-    if is_asked_for("stages_starting", request.session):
+    if not is_worker() and is_asked_for("stages_starting", request.session):
         request.getfixturevalue("stages_starting")
