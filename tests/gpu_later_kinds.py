@@ -29,6 +29,7 @@ from tracewire import (
     Features,
     Hold,
     Lens,
+    LogitLens,
     Probe,
     Project,
     SparseAutoencoder,
@@ -64,6 +65,7 @@ def kinds(width: int, layer: int) -> dict[str, list[Any]]:
         "Features chosen": [Features("chosen", at, sae, indices=[1, 5, 9]), after],
         "SteerFeatures": [SteerFeatures(at, small, [1, 5], scale=0.5, add=1.0), after],
         "Lens": [Lens("lens", at, np.eye(width, dtype=np.float32)[:, ::-1].copy(), top_k=2)],
+        "LogitLens": [LogitLens("lens", at, top_k=2)],
         "Coordinates": [Coordinates("coordinates", at, basis)],
         "Project": [Project(at, basis, remove=True), after],
         "moments": [Probe("moments", at, reduce="moments")],
@@ -96,13 +98,18 @@ async def run(options: Any) -> dict[str, Any]:
     return {name: differences(graphs[name], eager[name]) for name in graphs}
 
 
+def _numbers(saved: list[Any]) -> Any:
+    """What was saved, of lenses the logits."""
+    return np.asarray([item["logits"] if isinstance(item, dict) else item for item in saved], np.float64)
+
+
 def differences(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     """Whether two lists of results have the same tokens, and how far their saves are apart."""
     apart, same = 0.0, True
     for one, other in zip(ours, theirs, strict=True):
         same = same and list(one.token_ids) == list(other.token_ids)
-        for name in one.saves.keys() - {"lens", "top"}:
-            mine, its = np.asarray(one.saves[name], np.float64), np.asarray(other.saves[name], np.float64)
+        for name in one.saves.keys() - {"top"}:
+            mine, its = _numbers(one.saves[name]), _numbers(other.saves[name])
             apart = max(apart, float(np.abs(mine - its).max() / (np.abs(its).max() + 1e-9)))
     return {"apart": apart, "tokens": same}
 

@@ -110,7 +110,8 @@ def choose_runner(name: str, arguments: AsyncEngineArgs) -> None:
     """Have vLLM use its `"first"` or its `"second"` model runner, in this process and those that it starts.
 
     With `"auto"` the environment decides, and without it vLLM. A method of drafting that has not been tried on the
-    second runner gets the first one, as does a platform without Triton.
+    second runner gets the first one, as does a platform without Triton. So do pipeline stages: the first runner is the
+    faster one under them, with vLLM alone and more so with Tracewire (docs/performance.md).
 
     Raises:
         UnsupportedSetting: the environment asks for the other one, or the second one cannot run here.
@@ -119,7 +120,8 @@ def choose_runner(name: str, arguments: AsyncEngineArgs) -> None:
 
     given = os.environ.get(_SECOND_RUNNER, "")
     if name == "auto":
-        if not given and HAS_TRITON and not needs_first_runner(arguments):
+        stages = getattr(arguments, "pipeline_parallel_size", 1) or 1
+        if not given and HAS_TRITON and stages == 1 and not needs_first_runner(arguments):
             return
         name = "second" if given == "1" else "first"
     wanted = "1" if name == "second" else "0"

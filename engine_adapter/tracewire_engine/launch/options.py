@@ -140,7 +140,8 @@ def add_options(group: argparse._ArgumentGroup, secrets: Mapping[str, str], *, m
         "--model-runner",
         choices=("auto", "first", "second"),
         default="auto",
-        help="which of vLLM's model runners to use (default: auto, vLLM's own choice; on a CPU the first)",
+        help="which of vLLM's model runners to use (default: auto, vLLM's own choice; on a CPU and for pipeline stages "
+        "the first)",
     )
     group.add_argument(
         "--unknown-vllm",

@@ -63,6 +63,9 @@ from .traced_model import TracedModel
 
 __all__ = ["RunnerParts"]
 
+#: The device memory for logits of recorded lenses, and what one logit takes: two bytes and four.
+_LOGITS_BYTES, _LOGIT_BYTES = 128 << 20, 6
+
 
 def _module_at(model: torch.nn.Module, location: str) -> torch.nn.Module:
     """The module of a location, such as `model.model.layers.3.self_attn.attn.input`."""
@@ -169,6 +172,9 @@ class RunnerParts:
         self.tracewire_declared.module_at = partial(_module_at, module)
         if group.world_size > 1:
             self.tracewire_declared.shards = group.rank_in_group, tensor_model_parallel_all_reduce
+        elif pipeline is None and self.vllm_config.lora_config is None:
+            # Ranks exchange parts of the logits, and an adapter's kernels take other arguments in each step.
+            self.tracewire_declared.head_rows = _LOGITS_BYTES // (_LOGIT_BYTES * self.model_config.get_vocab_size())
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments

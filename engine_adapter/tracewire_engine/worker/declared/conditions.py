@@ -246,6 +246,11 @@ class RowCondition:
         return within and self._allowed is None and self._slots is None and self._patterns is None
 
     @property
+    def ranged(self) -> bool:
+        """Whether the mask depends on how many steps the plan has had."""
+        return self._range is not None
+
+    @property
     def known_before(self) -> bool:
         """Whether the mask of a step is known before the step is computed: it depends on no probe."""
         return self._slots is None

@@ -279,9 +279,14 @@ class Collector:
         return {"": values}
 
     @property
+    def wants_head(self) -> bool:
+        """Whether the read needs the model's head."""
+        return isinstance(self.one, LogitLens | Lens)
+
+    @property
     def takes_head(self) -> bool:
-        """Whether the read needs the model's head, which all ranks compute together."""
-        return isinstance(self.one, LogitLens | Lens) and not any(found is None for found in self.found)
+        """Whether all ranks compute the model's head now, for this read."""
+        return self.wants_head and not any(found is None for found in self.found)
 
     def keep(self, kept: Sequence[bool]) -> None:
         """Drop the members that are not kept, with their rows."""

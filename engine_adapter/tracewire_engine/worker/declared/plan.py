@@ -13,13 +13,13 @@ in that order. They run before a block is served at the same location.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from tracewire_bus.wire.messages import AttentionPattern, Failure, Lens, LogitLens, Reading
+from tracewire_bus.wire.messages import AttentionPattern, Failure, Reading
 from tracewire_engine.protocol.messages import Batch, Layout
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
@@ -107,7 +107,7 @@ class LocationHook:
 
         for group in self.groups:
             group.prepare()
-        self._recorded = self._owner.recorder.record(serve)
+        self._recorded = self._owner.recorders[False].record(serve)
         if self._recorded is None and self._owner.plan is not None:
             self._owner.plan.again()
         self._found = [
@@ -218,6 +218,17 @@ class _Plan:
         self.steady &= group.steady
         self.recordable &= group.recordable
 
+    @cached_property
+    def ranged(self) -> bool:
+        """Whether a condition asks for the number of the plan's step."""
+        groups = (group for hook in self.hooks.values() for group in hook.groups)
+        return any(group.condition is not None and group.condition.ranged for group in groups)
+
+    @cached_property
+    def head_rows(self) -> int:
+        """Of how many rows the step's reads need the logits."""
+        return sum(sum(one.counts) * len(one.found) for one in self.collectors if one.wants_head)
+
     @property
     def drafted(self) -> bool:
         """Whether a request with declared interventions has drafts in the step, whose plan no other step has."""
@@ -258,7 +269,10 @@ class DeclaredRequests:
         self.hooks: dict[str, LocationHook] = {}
         self.total = 0
         self.plan: _Plan | None = None
-        self.recorder = KernelRecorder(device)
+        #: By whether the model's head is among the kernels, which may be one that cannot be recorded; and for how many
+        #: rows it is recorded at most.
+        self.recorders = {with_head: KernelRecorder(device) for with_head in (False, True)}
+        self.head_rows = 0
         #: What steps leave for later ones; and what returns the token ids of the step under way, on the device.
         self.signals = Signals(device)
         self.ids: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.int32)
@@ -398,7 +412,8 @@ class DeclaredRequests:
             plan.buffered = plan.unread = False
         if plan.conditional:
             plan.under_way = True
-            self.signals.tick.fill_(plan.steps)
+            if plan.ranged:
+                self.signals.tick.fill_(plan.steps)
         self.hooks = plan.hooks
 
     def fits_buffers(self, *, serving: bool) -> bool:
@@ -419,7 +434,7 @@ class DeclaredRequests:
         if plan.table is None:
             return False
         buffers.use(plan.table)
-        _restrict(plan, plan.table, buffers, self.recorder)
+        _restrict(plan, plan.table, buffers, self.recorders[False])
         plan.buffered = plan.unread = True
         for hook in plan.hooks.values():
             hook.reached = True
@@ -596,7 +611,7 @@ class DeclaredRequests:
                 return None, _batch(plan), join.flat
             if not join.tried and (not plan.buffered or plan.steps >= RECORD_AFTER):
                 join.tried = True
-                self._record_join(plan, join)
+                self._record_join(plan, join, lens)
         self._read_buffers(plan)
         plan.drop_rejected()
         found: Results = []
@@ -617,18 +632,14 @@ class DeclaredRequests:
             self._layouts += 1
             changed = plan.layout = made_layout(self._layouts, plan.declarations, plan.steps, arrangement)
             plan.laid_out = plan.steps
-        flat = arrangement.join()
-        return changed, _batch(plan), flat
+        return changed, _batch(plan), arrangement.join()
 
-    def _record_join(self, plan: _Plan, join: _Join) -> None:
-        """Record the joining of the reads, which are at the same addresses in every replayed step.
-
-        The reads of a logit lens are not recorded: they run the model's head, whose kernels are vLLM's.
-        """
-        if not plan.collectors or any(isinstance(collector.one, LogitLens | Lens) for collector in plan.collectors):
+    def _record_join(self, plan: _Plan, join: _Join, lens: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Record the joining of the reads, which are at the same addresses in every replayed step."""
+        if not plan.collectors or plan.head_rows > self.head_rows:
             return
-        if len(plan.collectors) == 1:
-            only: torch.Tensor | None = (plan.collectors[0].results(lambda _: None) or {}).get("")
+        if len(plan.collectors) == 1 and not plan.head_rows:
+            only = (plan.collectors[0].results(lens) or {}).get("")
             if only is not None and only.is_contiguous() and only is plan.collectors[0].found[0]:
                 join.flat = raw(only)
                 return
@@ -636,11 +647,11 @@ class DeclaredRequests:
 
         def launch() -> None:
             self._read_buffers(plan)
-            results = [(collector, collector.results(lambda _: None) or {}) for collector in plan.collectors]
+            results = [(collector, collector.results(lens) or {}) for collector in plan.collectors]
             joined.append(Arrangement(results).join())
 
         buffered = plan.unread
-        join.kernels = self.recorder.record(launch)
+        join.kernels = self.recorders[plan.head_rows > 0].record(launch)
         # The step under way still needs its reads and its windows: recording launches nothing.
         plan.unread = buffered
         plan.again()

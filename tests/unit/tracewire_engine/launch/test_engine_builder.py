@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -105,24 +105,26 @@ def test_the_runner_that_was_chosen_is_the_one_that_vllm_builds(
 
 
 @pytest.mark.parametrize(
-    ("triton", "config", "variable"),
+    ("triton", "stages", "config", "variable"),
     [
-        (True, None, None),
-        (True, {"method": "ngram"}, None),
-        (True, {"method": "medusa"}, "0"),
-        (True, {"method": "unheard-of"}, "0"),
-        (False, None, "0"),
+        (True, 1, None, None),
+        (True, 1, {"method": "ngram"}, None),
+        (True, 1, {"method": "medusa"}, "0"),
+        (True, 1, {"method": "unheard-of"}, "0"),
+        (True, 2, None, "0"),
+        (False, 1, None, "0"),
     ],
 )
 def test_vllm_chooses_where_both_runners_can(
-    monkeypatch: pytest.MonkeyPatch, triton: bool, config: dict[str, str] | None, variable: str | None
+    monkeypatch: pytest.MonkeyPatch, triton: bool, stages: int, config: dict[str, str] | None, variable: str | None
 ) -> None:
     import vllm.triton_utils
 
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", triton)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    given: Any = SimpleNamespace(speculative_config=config, pipeline_parallel_size=stages)
     for _ in range(2):
-        engine_model.choose_runner("auto", cast(Any, SimpleNamespace(speculative_config=config)))
+        engine_model.choose_runner("auto", given)
         assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 

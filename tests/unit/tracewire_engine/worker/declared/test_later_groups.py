@@ -30,7 +30,7 @@ def test_autoencoders_in_the_hosts_memory_do_the_same(seed: int, monkeypatch: py
     """Also where plans are recorded: no recording has a copy from the host in it."""
     monkeypatch.setattr(device_autoencoder, "_PIECE", 5 * 4 * HIDDEN)
     declared = DeclaredRequests(torch.device("cpu"))
-    declared.recorder = Graphs()  # type: ignore[assignment]
+    declared.recorders[False] = Graphs()  # type: ignore[assignment]
     store = declared.decoded.vectors.autoencoders
     store.bound, store.host_bound = 0, 1 << 30
     play(seed, declared, steps=45)
@@ -41,7 +41,7 @@ def test_autoencoders_in_the_hosts_memory_do_the_same(seed: int, monkeypatch: py
 def split(rank: int, ranks: int, add: Any) -> DeclaredRequests:
     """Declared interventions of a rank, which splits all autoencoders with others; with what stands for a recorder."""
     declared = DeclaredRequests(torch.device("cpu"))
-    declared.recorder = Graphs()  # type: ignore[assignment]
+    declared.recorders[False] = Graphs()  # type: ignore[assignment]
     declared.shards = rank, add
     store = declared.decoded.vectors.autoencoders
     store.rank, store.ranks, store.split_above = rank, ranks, 0
@@ -78,7 +78,7 @@ def test_no_recording_has_what_a_step_copies_from_the_host(name: str) -> None:
     one, recorded = LATER[name]
     declared = DeclaredRequests(torch.device("cpu"))
     graphs = Graphs()
-    declared.recorder = graphs  # type: ignore[assignment]
+    declared.recorders[False] = graphs  # type: ignore[assignment]
     store = declared.decoded.vectors.autoencoders
     store.bound, store.host_bound = 0, 1 << 30
     kept = play(7, declared, steps=45, arrivals=0.02, make=lambda rng: [(one, [1])])
@@ -100,7 +100,7 @@ def test_no_recording_has_what_ranks_exchange(name: str) -> None:
 
         declared = split(rank, 2, counted)
         play(7, declared, steps=45, arrivals=0.02, make=lambda rng: [(one, [1])])
-        return len(declared.recorder.made), len(added)  # type: ignore[attr-defined]
+        return len(declared.recorders[False].made), len(added)  # type: ignore[attr-defined]
 
     (made, exchanged), other = on_ranks(2, on)
     assert (made, exchanged) == other
@@ -131,7 +131,7 @@ def test_ranks_that_do_not_agree_end_the_requests_and_exchange_nothing() -> None
 def test_recorded_kernels_do_the_same(seed: int) -> None:
     declared = DeclaredRequests(torch.device("cpu"))
     graphs = Graphs()
-    declared.recorder = graphs  # type: ignore[assignment]
+    declared.recorders[False] = graphs  # type: ignore[assignment]
     play(100 + seed, declared, steps=45, arrivals=0.02)
     assert any(graph.replays for graph in graphs.made)
 
@@ -139,7 +139,7 @@ def test_recorded_kernels_do_the_same(seed: int) -> None:
 @pytest.mark.parametrize("read", ["top", "chosen", "hold"])
 def test_the_only_read_of_a_recorded_plan(read: str) -> None:
     declared = DeclaredRequests(torch.device("cpu"))
-    declared.recorder = Graphs()  # type: ignore[assignment]
+    declared.recorders[False] = Graphs()  # type: ignore[assignment]
     sae = autoencoder("jumprelu")
     made = {
         "top": [(Features("f", "", sae, top_k=3, threshold=0.1), [1])],

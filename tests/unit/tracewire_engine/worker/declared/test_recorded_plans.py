@@ -18,7 +18,7 @@ def test_recorded_plans_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs()
     for seed in range(8):
         declared = DeclaredRequests(torch.device("cpu"))
-        declared.recorder = graphs
+        declared.recorders[False] = graphs
         play(seed, declared)
     assert len(graphs.made) > 10
     assert sum(graph.replays for graph in graphs.made) > 20

@@ -70,10 +70,35 @@ def test_recorded_reads_of_the_buffers_are_too(monkeypatch: pytest.MonkeyPatch) 
     graphs, served = Graphs(), 0
     for seed in range(20):
         declared = DeclaredRequests(CPU)
-        declared.buffers, declared.recorder = buffers(), graphs
+        declared.buffers, declared.recorders[False] = buffers(), graphs
         served += play(seed, declared)
     assert served > 20
     assert sum(graph.replays for graph in graphs.made) > 20
+
+
+@pytest.mark.parametrize("rows", [0, 1, 1000])
+def test_lenses_are_recorded_with_the_head_for_as_many_rows_as_may_be(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(plan_module, "RECORD_AFTER", 1)
+    graphs, recorded = Graphs(), set()
+    record = DeclaredRequests._record_join
+
+    def noted(self: DeclaredRequests, plan: Any, join: Any, lens: Any) -> None:
+        before = len(graphs.made)
+        record(self, plan, join, lens)
+        if len(graphs.made) > before:
+            recorded.add(plan.head_rows)
+
+    monkeypatch.setattr(DeclaredRequests, "_record_join", noted)
+    for seed in range(20):
+        declared = DeclaredRequests(CPU)
+        declared.buffers, declared.recorders[True], declared.head_rows = buffers(), graphs, rows
+        play_later(seed, declared, steps=45, arrivals=0.1, make=lambda rng: [(LogitLens("lens", "", top_k=2), [0, 1])])
+    # Each row of a request is read at two layers.
+    assert bool(recorded) == (rows > 1)
+    assert all(one <= rows for one in recorded)
+    assert bool(sum(graph.replays for graph in graphs.made)) == (rows > 1)
 
 
 def conditional(rng: random.Random) -> list[tuple[Any, list[int]]]:
@@ -104,7 +129,8 @@ def test_conditions_on_no_probe_are_served_by_kernels(recorded: bool) -> None:
     for seed in range(8):
         declared = DeclaredRequests(CPU)
         declared.buffers = taps = buffers()
-        declared.recorder = graphs if recorded else declared.recorder
+        if recorded:
+            declared.recorders[False] = graphs
 
         def restrict(table: Any, taps: TapBuffers = taps) -> None:
             nonlocal restricted
