@@ -43,6 +43,7 @@ EXTRAS = (
     "extract",
     "gateway",
     "harvest",
+    "inspect",
     "library",
     "notebook",
     "ray",
