@@ -34,6 +34,8 @@ class Connection:
         #: The URL of the Redis without its secrets, and what stands before its keys.
         self.url = redacted(self._client.url)
         self.prefix: str = options.get("prefix", "tw")
+        #: Whether Redis has answered at the URL.
+        self.reached = False
         _CONNECTIONS.add(self)
 
     async def client(self) -> Client:
@@ -50,7 +52,7 @@ class Connection:
         self._loop = loop
         client = await self._client.connect()
         # Of a private Redis, known only now.
-        self.url = redacted(client.url)
+        self.url, self.reached = redacted(client.url), True
         return client
 
     async def aclose(self) -> None:

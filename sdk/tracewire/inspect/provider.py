@@ -11,7 +11,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from tenacity import RetryCallState
 from tenacity.wait import wait_base
 
-from tracewire.errors import Overloaded, RetryableError
+from tracewire.errors import BusUnavailable, Overloaded, RetryableError
 from tracewire.traces.trace import Trace
 
 from .answers import TokenLogprobs, output_of
@@ -92,7 +92,12 @@ class TracewireAPI(ModelAPI):
         return {**found, "live": live} if live else found
 
     def should_retry(self, ex: Exception) -> bool | RetryDecision:
-        """Whether another attempt may succeed: after a full queue, a lost engine, or a Redis that was away or full."""
+        """Whether another attempt may succeed: after a full queue, a lost engine, or a Redis that was away or full.
+
+        Not where Redis has never answered: the URL is wrong, more likely than not.
+        """
+        if isinstance(ex, BusUnavailable) and not self._connection.reached:
+            return RetryDecision.no()
         if isinstance(ex, Overloaded):
             return RetryDecision.rate_limit(ex.retry_after)
         return RetryDecision.transient(ex.retry_after) if isinstance(ex, RetryableError) else RetryDecision.no()

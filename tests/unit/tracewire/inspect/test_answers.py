@@ -9,7 +9,7 @@ import pytest
 from inspect_ai.model import ContentReasoning, ContentText, ModelOutput
 
 from tests.support.bus_engine import Script, Stage
-from tracewire import Client
+from tracewire import Client, Gap, Output
 from tracewire.inspect.answers import TokenLogprobs, output_of
 from tracewire_bus.wire.messages import MessageDelta, ToolCallDelta
 
@@ -128,3 +128,25 @@ async def test_a_second_attempt_has_its_own_log_probabilities(answered: Callable
 
     output = await answered(script, logprobs=1)
     assert [one.token for one in output.choices[0].logprobs.content] == ["b"]
+
+
+async def test_what_a_trace_tells_beside_its_saves(answered: Callable[..., Any], client: Client) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await client.steer(stage.trace, alpha=2.0)
+        await stage.steered()
+        await stage.output("a", finish_reason="stop")
+        await stage.final(save_errors={"0.0.graph": "it cannot travel"})
+
+    output = await answered(script, live={"alpha": 1.0})
+    assert (output.metadata["live_version"], output.metadata["saves"]) == (1, {})
+    assert output.metadata["save_errors"] == {"0.0.graph": "it cannot travel"}
+
+
+def test_without_all_tokens_there_are_no_log_probabilities() -> None:
+    logprobs = TokenLogprobs()
+    logprobs.add(Output(attempt=1, seq=1, token_ids=[100], logprobs=[{100: (-0.5, 1, "a")}]))
+    assert logprobs.of(0, 0) is not None
+    assert logprobs.of(1, 0) is None
+    logprobs.add(Gap.__new__(Gap))
+    assert logprobs.of(0, 0) is None

@@ -25,7 +25,6 @@ import tracewire
 from tests.support.bus_engine import Stage
 from tests.support.until import until
 from tracewire import BusUnavailable, EngineLost, Overloaded, Probe, Steer, TraceRejected, UnknownModel
-from tracewire.inspect.provider import TracewireAPI
 from tracewire_bus.wire.messages import Failure, MessageDelta, ToolCallDelta
 from tracewire_bus.wire.packing import unpack
 
@@ -135,15 +134,23 @@ async def test_a_cancelled_generation_cancels_its_trace(
             await until(lambda: stage.cancelled is not None)
 
 
-def test_only_what_may_pass_is_tried_again() -> None:
-    provider = TracewireAPI("tiny", url="redis://localhost:1")
+async def test_only_what_may_pass_is_tried_again(engine: Callable[..., Any], models: Callable[..., Model]) -> None:
+    model = models()
+    provider = model.api
     full = provider.should_retry(Overloaded("tiny", 5, 5, 2.5))
     assert (full.retry, full.kind, full.retry_after) == (True, "rate_limit", 2.5)
-    for error in (BusUnavailable("away"), EngineLost("lost", trace_id="x")):
-        away = provider.should_retry(error)
-        assert (away.retry, away.kind) == (True, "transient")
-    for error in (TraceRejected("prompt", "no"), UnknownModel("tiny", []), ValueError("no")):
+    lost = provider.should_retry(EngineLost("lost", trace_id="x"))
+    assert (lost.retry, lost.kind) == (True, "transient")
+    for error in (TraceRejected("prompt", "no"), UnknownModel("tiny", []), ValueError("no"), BusUnavailable("away")):
         assert not provider.should_retry(error)
+    async with engine(played):
+        await model.generate("x")
+    assert provider.should_retry(BusUnavailable("away"))
+
+
+async def test_a_redis_that_never_answered_ends_the_evaluation(models: Callable[..., Model]) -> None:
+    with pytest.raises(BusUnavailable):
+        await models(url="redis://localhost:1", retry_timeout=0).generate("x")
 
 
 async def test_a_lost_engine_s_generation_is_tried_again(
