@@ -221,3 +221,16 @@ async def test_a_whole_evaluation(
         assert call.request["interventions"][0]["do"] == "probe"
         assert call.response["trace_id"] == first.output.metadata["trace_id"]
         json.dumps(first.output.metadata)
+
+
+def test_inspect_takes_objects_for_the_same_and_not_json_forms() -> None:
+    """The page tells users to pass `memoize=False` with objects, for as long as this holds."""
+    make = partial(get_model, "tracewire/tiny", url="redis://localhost:1")
+    probes = [Probe("a", "residual(1)"), Probe("b", "residual(1)")]
+    first, second = (make(interventions=[probe]) for probe in probes)
+    assert first is second
+    forms = [{"do": "probe", "name": name, "at": "residual(1)"} for name in "ab"]
+    first, second = (make(interventions=[form]) for form in forms)
+    assert first is not second
+    first, second = (make(interventions=[probe], memoize=False) for probe in probes)
+    assert first is not second
