@@ -45,6 +45,7 @@ EXTRAS = (
     "extract",
     "gateway",
     "harvest",
+    "inspect",
     "library",
     "notebook",
     "ray",

@@ -43,6 +43,7 @@ HANDLES = {
 FOREIGN = {
     *("--api-key", "--ssl-certfile", "--ssl-keyfile"),  # of vLLM's HTTP server
     *("--address", "--head", "--num-cpus"),
+    *("--max-connections",),  # of Inspect
     *("--factory", "--timeout-graceful-shutdown", "--workers"),
     *("--from-file", "--from-literal", "--scale", "--strict", "--target", "--wait"),
 }

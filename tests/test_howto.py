@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
+from inspect_ai.log import read_eval_log_async
 
 import tracewire
 from tests.examples.test_examples import module_of
@@ -29,6 +31,7 @@ from tests.support.cells import blocks, run_cell, run_page
 from tests.support.page_engine import HIDDEN, LAYERS, played
 from tests.support.until import until
 from tracewire_bus.transport.embedded import EmbeddedServer
+from tracewire_bus.wire.packing import unpack
 
 DOCS = ROOT / "docs"
 HOWTO = DOCS / "howto"
@@ -65,7 +68,7 @@ def program(page: str, folder: Path) -> Path:
 
 def test_each_page_with_code_is_run() -> None:
     with_code = {page.stem for page in HOWTO.glob("*.md") if blocks(page, "python")}
-    assert with_code == {*CELLS, *PROGRAMS}
+    assert with_code == {*CELLS, *PROGRAMS, "inspect"}
 
 
 async def test_the_tutorial(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +169,34 @@ async def test_the_service_s_commands(url: str, tmp_path: Path) -> None:
     finally:
         serving.terminate()
         await serving.wait()
+
+
+async def test_the_evaluation(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("direction.npy", np.ones(HIDDEN, np.float32))
+    task, cell = blocks(HOWTO / "inspect.md", "python")
+    (tmp_path / "task.py").write_text(task)
+    _, command = blocks(HOWTO / "inspect.md", "")
+    words = shlex.split(command.replace("redis://localhost:6379", url))
+    words = [str(Path(sys.executable).parent / words[0]), *words[1:], "--display", "none"]
+    run = partial(subprocess.run, [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE)
+    async with engine(url) as serving:
+        done = await anyio.to_thread.run_sync(run)
+        assert (done.returncode, done.stderr) == (0, "")
+        (path,) = (tmp_path / "logs").iterdir()
+        log = await read_eval_log_async(str(path))
+        assert (log.status, log.results.scores[0].metrics["mean"].value) == ("success", 0.5)
+        for sample in log.samples:
+            assert sample.output.completion == " word" * 32
+            rows = (await tracewire.inspect.saves(sample.output))["rows"]
+            found = sample.scores["projection"].metadata["norm"]
+            assert found == pytest.approx(np.linalg.norm(np.asarray(rows[-1], np.float32)), rel=1e-3)
+        assert {type(one).__name__ for one in serving.taken[0].interventions} == {"Steer", "Probe"}
+        await run_cell(cell, "<cell>", {"np": np, "tracewire": tracewire})
+        assert [unpack(one.live) for one in serving.taken[2:]] == [{"alpha": 0.0}, {"alpha": 8.0}]
+    assert capsys.readouterr().out == f"0.0 {[0.5] * 8}\n8.0 {[0.5] * 8}\n"
 
 
 async def test_a_cell_that_fails_is_seen() -> None:

@@ -414,7 +414,7 @@ publish(value for name, value in list(globals().items()) if name in __all__)
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, which is seldom.
-    if name in ("blocking", "harvest"):
+    if name in ("blocking", "harvest", "inspect"):
         from importlib import import_module
 
         return import_module(f"tracewire.{name}")

@@ -76,6 +76,7 @@ RUN_BY = {
     "tracewire engine MODEL --keyring": "tests/unit/tracewire_engine/launch/test_code_options.py::"
     "test_unsigned_is_refused_where_a_keyring_is_and_the_bus_may_be_shared",
     "tracewire approve": _CLI + "approve.py::test_what_a_caller_submits_is_what_was_approved",
+    "inspect eval task.py": "tests/test_howto.py::test_the_evaluation",
     "uvicorn service:app": _SERVICE,
     'curl -X POST "http://localhost:8000/traces?prompt': _SERVICE,
     "curl -N http://localhost:8000/traces/TRACE_ID": _SERVICE,
@@ -156,6 +157,7 @@ RUN_BY_NONE = {
     'pip install "tracewire[cli,embedded,gateway,engine-gpu]"': _GPU,
     'pip install "tracewire[embedded,engine-gpu,gateway,pandas]" openai': _GPU,
     "pip install tracewire fastapi uvicorn": "tests/test_packaging.py installs the base; the locks hold the others",
+    'pip install "tracewire[inspect]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     'pip install "tracewire[gateway]"': "tests/test_packaging.py installs the base; the locks hold this extra",
     "kubernetes-validate": "tests/e2e/parallel/test_gateway_deployment.py does the same by its library",
     "check-jsonschema": "tests/e2e/parallel/test_gateway_deployment.py runs it",
@@ -182,6 +184,7 @@ CODE_RUN_BY = {
     "docs/harvest.md": ("tests/e2e/tracing/test_harvest.py::test_the_commands_and_programs_of_the_page_run",),
     "docs/howto/bfloat16.md": (_HOWTO + "a_page_of_cells", _ENGINE + "bfloat16"),
     "docs/howto/fastapi.md": (_HOWTO + "the_service",),
+    "docs/howto/inspect.md": (_HOWTO + "the_evaluation",),
     "docs/howto/notebook.md": (_HOWTO + "a_page_of_cells", _ENGINE + "the_notebook_s_cells"),
     "docs/howto/print.md": (_HOWTO + "a_page_of_cells", _ENGINE + "what_a_block_saves_in_place_of_a_print"),
     "docs/howto/script.md": (_HOWTO + "the_script",),

@@ -1,10 +1,11 @@
-"""Clients that people use, before a real engine: pydantic-ai, curl, responses, and a second process that steers."""
+"""Clients that people use, before a real engine: pydantic-ai, LangChain, Inspect, curl, and a process that steers."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import anyio
@@ -64,6 +65,66 @@ async def test_pydantic_ai_gets_text_streams_and_tool_calls(served: Served, clie
     typed = Agent(model, output_type=ToolOutput(Numbers, strict=True), model_settings=one)
     found = (await typed.run("Give me numbers.")).output
     assert (found.first in (1, 2, 3), found.second in (4, 5, 6)) == (True, True)
+
+
+async def test_langchain_gets_text_streams_tool_calls_and_saves(served: Served, client: Client) -> None:
+    from langchain_openai import ChatOpenAI
+
+    theirs = await client.trace(
+        "demo", messages=MESSAGES, interventions=DECLARED, live={"alpha": 8.0}, ignore_eos=True, **GREEDY
+    ).result()
+    ours = {"interventions": INTERVENTIONS, "live": {"alpha": 8.0}}
+    given: dict[str, Any] = {"base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0.0}
+    body = {"ignore_eos": True, "tracewire": ours}
+    steered = ChatOpenAI(model="demo", max_completion_tokens=16, extra_body=body, **given)
+    assert (await steered.ainvoke(MESSAGES)).text == theirs.text
+    parts = [part async for part in steered.astream(MESSAGES)]
+    assert "".join(part.text for part in parts) == theirs.text
+    # A schema is a tool that the model must call.
+    plain = ChatOpenAI(model="demo", max_completion_tokens=200, **given)
+    typed = plain.with_structured_output(Numbers, method="function_calling", strict=True)
+    found = await typed.ainvoke("Give me numbers.")
+    assert isinstance(found, Numbers)
+    assert (found.first in (1, 2, 3), found.second in (4, 5, 6)) == (True, True)
+    shaped = await plain.with_structured_output(Numbers, method="json_schema").ainvoke("Give me numbers.")
+    assert isinstance(shaped, Numbers)
+
+
+async def test_inspect_evaluates_a_steered_model(engine_bus: str, model: Model, client: Client, tmp_path: Path) -> None:
+    from inspect_ai import Task, eval_async
+    from inspect_ai.dataset import Sample
+    from inspect_ai.log import read_eval_log_async
+    from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
+    from inspect_ai.scorer import includes
+    from inspect_ai.solver import generate
+    from inspect_ai.util import json_schema
+
+    theirs = await client.trace(
+        "demo", messages=MESSAGES, interventions=DECLARED, live={"alpha": 8.0}, ignore_eos=True, **GREEDY
+    ).result()
+    given: dict[str, Any] = {"url": engine_bus, "interventions": DECLARED, "live": {"alpha": 8.0}, "ignore_eos": True}
+    samples = [Sample(input="Say something.", target=theirs.text[:8]), Sample(input="Write a parser.", target="-")]
+    async with get_model("tracewire/demo", memoize=False, **given) as evaluated:
+        task = Task(samples, solver=generate(), scorer=includes())
+        (log,) = await eval_async(task, model=evaluated, log_dir=str(tmp_path), logprobs=True, top_logprobs=2, **GREEDY)
+        assert log.status == "success", log.error
+        first, second = (await read_eval_log_async(log.location)).samples
+        assert (first.output.completion, first.scores["includes"].value) == (theirs.text, "C")
+        assert first.output.metadata["saves"]["projection"] == theirs.saves["projection"]
+        saves = await tracewire.inspect.saves(first.output)
+        assert saves["projection"] == theirs.saves["projection"]
+        assert (first.output.stop_reason, first.output.usage.output_tokens) == ("max_tokens", 16)
+        tokens = first.output.choices[0].logprobs.content
+        assert "".join(token.token for token in tokens) == theirs.text
+        assert all(token.top_logprobs[0].logprob == token.logprob for token in tokens)
+        assert len(second.output.metadata["saves"]["projection"]) == 16
+    schema = ResponseSchema(name="numbers", json_schema=json_schema(Numbers))
+    async with get_model("tracewire/demo", memoize=False, url=engine_bus) as plain:
+        config = GenerateConfig(max_tokens=200, temperature=0.0, response_schema=schema)
+        shaped = await plain.generate("Give me numbers.", config=config)
+        assert (Numbers.model_validate_json(shaped.completion).first in (1, 2, 3), shaped.stop_reason) == (True, "stop")
+        several = await plain.generate("Give me numbers.", config=GenerateConfig(max_tokens=4, seed=1, num_choices=2))
+        assert (len(several.choices), several.usage.output_tokens) == (2, 8)
 
 
 async def test_curl_gets_a_steered_chat_and_its_saves(served: Served, client: Client) -> None:
