@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -140,6 +141,14 @@ def starting(starts_engine: None, engine_bus: str, tmp_path_factory: pytest.Temp
     environment = {"HF_TOKEN": SECRET}
     with started_engine(secret, folder, *options, environment=environment) as engine:
         yield engine
+
+
+def pytest_runtest_teardown() -> None:
+    """Take Inspect's handler off the root logger: it would print the warnings of later tests."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if type(handler).__module__.startswith("inspect_ai"):
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -172,7 +172,7 @@ class RunnerParts:
         self.tracewire_declared.module_at = partial(_module_at, module)
         if group.world_size > 1:
             self.tracewire_declared.shards = group.rank_in_group, tensor_model_parallel_all_reduce
-        elif pipeline is None and self.vllm_config.lora_config is None:
+        elif self.device.type == "cuda" and pipeline is None and self.vllm_config.lora_config is None:
             # Ranks exchange parts of the logits, and an adapter's kernels take other arguments in each step.
             self.tracewire_declared.head_rows = _LOGITS_BYTES // (_LOGIT_BYTES * self.model_config.get_vocab_size())
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
