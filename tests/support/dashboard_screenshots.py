@@ -7,13 +7,11 @@ Starts a Redis, `tracewire engine demo` and a gateway of its own. Two people ste
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
 import numpy as np
 from playwright.async_api import Browser, Page, expect
 
@@ -22,6 +20,7 @@ from tests.support import ROOT
 from tests.support.browser import browser
 from tests.support.engine_process import running_engine
 from tests.support.gateways import serving
+from tests.support.screenshot_command import write
 from tracewire import Client, Live, LogitLens, Probe, Steer
 from tracewire_bus.transport.embedded import EmbeddedServer
 
@@ -154,13 +153,7 @@ async def opened(chromium: Browser, scheme: str) -> Page:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write them all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
-    to = parser.parse_args(arguments).to
-    to.mkdir(parents=True, exist_ok=True)
-    expect.set_options(timeout=60_000)
-    anyio.run(run, to)
-    return 0
+    return write(run, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Starts a Redis, an engine that plays the demo model, and a JupyterLab of its own
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from tests.support.browser import browser
 from tests.support.cells import blocks
 from tests.support.jupyter import Lab, running_lab
 from tests.support.page_engine import HIDDEN, LAYERS
+from tests.support.screenshot_command import write
 from tests.support.scripted_engine import info, serving
 from tests.support.shown_engine import ShownEngine
 from tracewire_bus.bus import Bus
@@ -123,13 +123,7 @@ async def run(to: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write them all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
-    to = parser.parse_args(arguments).to
-    to.mkdir(parents=True, exist_ok=True)
-    expect.set_options(timeout=60_000)
-    anyio.run(run, to)
-    return 0
+    return write(run, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and a code-server of its own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ import anyio
 from playwright.async_api import Browser, expect
 
 import tracewire
-from tests.support import ROOT
 from tests.support.browser import browser
 from tests.support.jupyter import running_lab
 from tests.support.notebook_screenshots import cells
 from tests.support.page_engine import HIDDEN, LAYERS
+from tests.support.screenshot_command import write
 from tests.support.scripted_engine import info, serving
 from tests.support.shown_engine import ShownEngine
 from tests.support.vscode.editor import MISSING, SCRIPTS, running_editor
@@ -71,15 +70,7 @@ async def run(to: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "screenshots", help="folder to write to")
-    to = parser.parse_args(arguments).to
-    if MISSING:
-        parser.error(MISSING)
-    to.mkdir(parents=True, exist_ok=True)
-    expect.set_options(timeout=60_000)
-    anyio.run(run, to)
-    return 0
+    return write(run, __doc__, arguments, MISSING)
 
 
 if __name__ == "__main__":
