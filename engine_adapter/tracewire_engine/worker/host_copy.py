@@ -56,8 +56,8 @@ class PinnedCopy:
     pinned memory have sizes of a power of two, so that steps of a growing and shrinking batch share a few.
     """
 
-    #: Free pieces of pinned memory, each with its event, by size.
-    _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
+    #: Free pieces of pinned memory, each with its event and the part that was used last, by size.
+    _free: ClassVar[dict[int, list[tuple[torch.Tensor, torch.cuda.Event, torch.Tensor]]]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -70,9 +70,11 @@ class PinnedCopy:
             free = self._free.get(room)
             lent = free.pop() if free else None
         if lent is None:
-            lent = torch.empty(room, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
-        self._lent, self._copied = lent
-        self._pinned = self._lent[: tensor.nbytes]
+            piece = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            lent = piece, torch.cuda.Event(), piece
+        self._lent, self._copied, used = lent
+        # Steps of one plan copy as many bytes each, and making a view takes as long as beginning a copy.
+        self._pinned = used if used.nbytes == tensor.nbytes else self._lent[: tensor.nbytes]
         self._pinned.copy_(tensor, non_blocking=True)
         self._copied.record()
 
@@ -106,7 +108,7 @@ class PinnedCopy:
     def _give_back(self) -> None:
         if self._lent.nbytes <= _MOST_PINNED:
             with self._lock:
-                self._free.setdefault(self._lent.nbytes, []).append((self._lent, self._copied))
+                self._free.setdefault(self._lent.nbytes, []).append((self._lent, self._copied, self._pinned))
 
     def bytes(self) -> memoryview:
         """The bytes, valid for good. Waits for the copy. Any thread may call it."""

@@ -43,7 +43,7 @@ NO_DELTAS = msgspec.Raw(encode([]))
 MAX_WAITING = 2
 
 #: If steps follow each other faster than this, in seconds, reports with copied bytes are sent two at a time.
-PACE_S = 0.0025
+PACE_S = 0.004
 
 
 class PendingReport:

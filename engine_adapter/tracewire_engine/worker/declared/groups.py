@@ -40,6 +40,7 @@ __all__ = [
     "column",
     "project",
     "raw",
+    "scored",
     "spread",
     "tensors_of",
 ]
@@ -428,20 +429,24 @@ class ReadGroup(Group):
         one = self.one
         if isinstance(one, Probe):
             if self.matrix is not None:
-                values = project(values.float(), self.matrix)
-                if self.bias is not None:
-                    values = values + self.bias
-                if one.activation == "sigmoid":
-                    values = values.sigmoid()
-                elif one.activation == "softmax":
-                    values = values.softmax(-1)
-                if len(one.weight.shape) == 1:
-                    values = values.squeeze(-1)
+                values = scored(one, project(values.float(), self.matrix), self.bias)
             elif one.reduce in _NORMS:
                 values = torch.linalg.vector_norm(values, _NORMS[one.reduce], dim=-1, dtype=torch.float32)
             elif one.reduce == "moments":
                 values = _moments(values.float())
         return values
+
+
+def scored(one: Probe, products: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What a `Probe` with a weight reads, of the products `[..., k]` of rows and the weight."""
+    if bias is not None:
+        products = products + bias
+    if one.activation == "sigmoid":
+        products = products.sigmoid()
+    elif one.activation == "softmax":
+        products = products.softmax(-1)
+    assert one.weight is not None
+    return products.squeeze(-1) if len(one.weight.shape) == 1 else products
 
 
 #: The orders of norms.

@@ -12,7 +12,7 @@ in that order. They run before a block is served at the same location.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from tracewire_bus.wire.messages import AttentionPattern, Failure, Reading
 from tracewire_engine.protocol.messages import Batch, Layout
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
+from tracewire_engine.worker.step_states import computed_tokens
 
 from .attention import AttentionSite, SiteGroup
 from .conditions import Signals, Windows
@@ -41,6 +42,7 @@ from .groups import (
     raw,
     tensors_of,
 )
+from .joined_probes import JoinedProbes, join_probes, read_joined
 from .key_pool import KeyPools
 from .kinds import group_kind
 from .later_groups import FeatureGroup
@@ -137,13 +139,14 @@ class LocationHook:
             return
         self._run(values, self.groups)
 
-    def read(self, rows: torch.Tensor, *, lasting: bool) -> None:
+    def read(self, rows: torch.Tensor, done: Container[int], *, lasting: bool) -> None:
         """Serve the reads alone, of the rows that a tap's kernel has copied. Raises nothing.
 
-        `lasting`: the rows stay as they are until the step's reads have left the device.
+        `done`: the ids of groups that have been served. `lasting`: the rows stay as they are until the step's reads
+        have left the device.
         """
         values = LocationValues(rows, "output", self._owner.total, lasting=lasting)
-        self._run(values, [group for group in self.groups if isinstance(group, ReadGroup)])
+        self._run(values, [one for one in self.groups if isinstance(one, ReadGroup) and id(one) not in done])
 
     def _run(self, values: LocationValues, groups: list[Group]) -> None:
         for group in list(groups):
@@ -202,6 +205,8 @@ class _Plan:
         self.conditional = False
         #: Whether the step has begun whose end is to be noted.
         self.under_way = False
+        #: The probes that are read together from the buffers; `None` until that was asked.
+        self.joined: list[JoinedProbes] | None = None
         #: By `buffered`.
         self.joins = {False: _Join(), True: _Join()}
 
@@ -213,6 +218,17 @@ class _Plan:
         self.steady &= chunk.first >= chunk.prompt and not drafts
         return pieces_of(chunk, drafts)
 
+    @property
+    def groups(self) -> Iterator[Group]:
+        """Its groups at all locations."""
+        return (group for hook in self.hooks.values() for group in hook.groups)
+
+    def read_joined(self, buffers: TapBuffers) -> frozenset[int]:
+        """Read the probes that can be read together. Returns the ids of the groups that have been read."""
+        if self.joined is None:
+            self.joined = join_probes(self.groups, buffers)
+        return read_joined(self.joined, buffers)
+
     def take(self, group: Group) -> None:
         """Take what a group says of the plan's later steps."""
         self.steady &= group.steady
@@ -221,8 +237,7 @@ class _Plan:
     @cached_property
     def ranged(self) -> bool:
         """Whether a condition asks for the number of the plan's step."""
-        groups = (group for hook in self.hooks.values() for group in hook.groups)
-        return any(group.condition is not None and group.condition.ranged for group in groups)
+        return any(group.condition is not None and group.condition.ranged for group in self.groups)
 
     @cached_property
     def head_rows(self) -> int:
@@ -392,7 +407,7 @@ class DeclaredRequests:
             return
         self.total = total
         plan = self.plan
-        computed = [states[request_id].num_computed_tokens for request_id in req_ids]
+        computed = computed_tokens(states, req_ids)
         counts = [scheduled.get(request_id, 0) for request_id in req_ids]
         if (
             plan is None
@@ -472,9 +487,10 @@ class DeclaredRequests:
         """Take the step's reads from the buffers, unless that was done."""
         if plan.unread and self.buffers is not None:
             plan.unread = False
+            done = plan.read_joined(self.buffers)
             for location, hook in plan.hooks.items():
                 # Another stage may get a step's reads when the next step has begun.
-                hook.read(self.buffers.values(location), lasting=self.here is None)
+                hook.read(self.buffers.values(location), done, lasting=self.here is None)
 
     def _build(
         self,
@@ -530,9 +546,8 @@ class DeclaredRequests:
                 elif isinstance(group, FeatureGroup):
                     group.across(*self.shards, partial(self.agree, location))
                 hook.groups.append(group)
-        groups = [group for hook in plan.hooks.values() for group in hook.groups]
         plan.windows = made_windows(self.signals, [one.declaration for one in plan.declarations], total, self.ids)
-        plan.conditional = connect(self.signals, groups, plan.windows)
+        plan.conditional = connect(self.signals, list(plan.groups), plan.windows)
         return plan
 
     def _attention(self, plan: _Plan, location: str) -> AttentionSite:

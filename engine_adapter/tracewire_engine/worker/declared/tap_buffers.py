@@ -197,7 +197,9 @@ class TapBuffers:
         sharded: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._places = {tap: place for place, tap in enumerate(sorted(tap for tap in taps if not sharded(tap)))}
-        self._width, self._serve, self._sums = width, serve, sums
+        #: Features of the residual stream.
+        self.width = width
+        self._serve, self._sums = serve, sums
         self._rows = -(-rows // _ALIGNMENT) * _ALIGNMENT
         count = max(1, len(self._places))
         self._buffer = torch.zeros(count, self._rows, width, dtype=dtype, device=device)
@@ -240,7 +242,7 @@ class TapBuffers:
 
     def _fits(self, half: torch.Tensor) -> bool:
         """Whether the kernel can serve a tensor. It was compiled for contiguous ones, aligned to 16 bytes."""
-        alike = half.dim() == 2 and half.shape[1] == self._width and half.dtype == self._buffer.dtype
+        alike = half.dim() == 2 and half.shape[1] == self.width and half.dtype == self._buffer.dtype
         return bool(alike and half.is_contiguous() and half.data_ptr() % 16 == 0)
 
     def table(self, groups: Mapping[str, Iterable[Group]], total: int) -> StepTable | None:
@@ -273,6 +275,19 @@ class TapBuffers:
         """Have the kernels edit only where the conditions of the step under way hold. For the table in use."""
         for one in table.restrictions:
             one.write(self._numbers[0])
+
+    def place(self, location: str) -> int:
+        """The place of a location's buffer among all of them."""
+        return self._places[location]
+
+    def of_taps(self, locations: Iterable[str]) -> torch.Tensor:
+        """The rows `[locations, rows, hidden]` that the last step left, for locations in the order of their places."""
+        places = [self._places[location] for location in locations]
+        if len(places) == len(self._buffer):
+            return self._buffer
+        if places[-1] - places[0] == len(places) - 1:
+            return self._buffer[places[0] : places[-1] + 1]
+        return torch.stack([self._buffer[place] for place in places])
 
     def values(self, location: str) -> torch.Tensor:
         """The rows `[rows, hidden]` that the last step left at a location. Rows without reads are of earlier steps."""

@@ -12,7 +12,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.protocol.keys import BLOCK_ARG
-from tracewire_engine.worker.second_runner import RequestState, SecondRunner
+from tracewire_engine.worker.second_runner import SecondRunner
+from tracewire_engine.worker.step_states import RequestState, StepStates
 
 
 def _runner(computed: list[int], prompts: list[int], **known: RequestState) -> Any:
@@ -23,7 +24,11 @@ def _runner(computed: list[int], prompts: list[int], **known: RequestState) -> A
         num_computed_tokens_np=np.array(computed),
         prompt_len=SimpleNamespace(np=np.array(prompts)),
     )
-    return SimpleNamespace(req_states=states, tracewire_known=dict(known), tracewire_states={})
+    return SimpleNamespace(req_states=states, tracewire_known=dict(known), tracewire_states=_no_states())
+
+
+def _no_states() -> StepStates:
+    return StepStates([], [], [], {}, {})
 
 
 def test_states_are_in_the_order_of_the_batch_and_count_what_was_generated() -> None:
@@ -47,9 +52,19 @@ def test_a_prompt_that_is_computed_in_parts_has_generated_nothing() -> None:
 
 
 def test_steps_without_a_traced_request_look_nothing_up() -> None:
-    runner = SimpleNamespace(tracewire_known={}, tracewire_states={"old": RequestState(1, 1)})
+    runner = SimpleNamespace(tracewire_known={}, tracewire_states=StepStates(["old"], [1], [1], {"old": 1}, {}))
     SecondRunner._note_states(runner, ["r0"], {"r0": 1})
     assert runner.tracewire_states == {}
+
+
+def test_a_traced_request_that_leaves_the_batch_keeps_its_state_and_a_plain_one_does_not() -> None:
+    runner = _runner([7, 9], [5, 5], r0=RequestState(0, 0))
+    SecondRunner._note_states(runner, ["r0", "r1"], {"r0": 1, "r1": 1})
+    for order in (["r1"], ["r1"], []):
+        SecondRunner._note_states(runner, order, dict.fromkeys(order, 1))
+        states = SecondRunner.request_states(runner)
+        assert states["r0"] == RequestState(7, 5, 4)
+        assert set(states) == {"r0", *order}
 
 
 class _Theirs(GPUModelRunner):
@@ -58,7 +73,7 @@ class _Theirs(GPUModelRunner):
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.tracewire_serving = True
-        self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, {}
+        self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, _no_states()
         self.tracewire_ahead: list[Any] = []
         self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
 
