@@ -596,8 +596,8 @@ MUTANTS = (
     _of(
         f"{_BUS}/store/vectors.py",
         "vectors-are-not-stored-again-when-redis-was-away",
-        "> max(anyio.current_time() - KNOWN_S, broken_at)",
-        "> anyio.current_time() - KNOWN_S",
+        "since = max(anyio.current_time() - KNOWN_S, self._shared.broken_at, self._connections.broken_at)",
+        "since = anyio.current_time() - KNOWN_S",
         _VECTORS + "::test_after_redis_was_away_it_is_stored_again",
     ),
     # --- the adapter --------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ from .condition_checks import (
 )
 from .foreign_names import our_name
 from .kind_checks import CHECKED, UNKNOWN, KnownModel, check_hold, check_kind, same_places
+from .normal_forms import NormalForms
 from .tree import ModuleTree
 from .value_checks import DeclarationError, check_array, check_content, check_number
 
@@ -258,7 +259,18 @@ def normalize(interventions: Sequence[Any], *, keep_saved: bool = False) -> list
     Raises:
         DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
-    return [_normalize_one(one, f"interventions[{index}]", keep_saved) for index, one in enumerate(interventions)]
+    found = []
+    for index, one in enumerate(interventions):
+        plain = _normal_forms.get(one)
+        if plain is None:
+            plain = _normalize_one(one, f"interventions[{index}]", keep_saved)
+            if plain is not one:
+                _normal_forms.keep(one, plain)
+        found.append(plain)
+    return found
+
+
+_normal_forms = NormalForms()
 
 
 def encode_arrays(one: Declared, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Declared:

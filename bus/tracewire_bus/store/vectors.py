@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -106,7 +106,7 @@ class Vectors:
         """
         for ref, payload in payloads.items():
             self._remember(ref, payload)
-        while missing := [ref for ref in payloads if not self._is_stored(ref)]:
+        while missing := self._not_stored(payloads):
             mine = [ref for ref in missing if ref not in self._storing]
             if not mine:
                 await self._storing[missing[0]].wait()
@@ -130,6 +130,10 @@ class Vectors:
         return xxhash.xxh3_128_digest(payload) if key is None else key
 
     def _remember(self, ref: ArrayRef, payload: bytes) -> None:
+        key = self._keys_by_id.get(id(payload))
+        if key is not None:
+            self._references.move_to_end(key)
+            return
         key = self._key(payload)
         if key in self._references:
             self._drop(key)
@@ -145,10 +149,10 @@ class Vectors:
         del self._keys_by_id[id(payload)]
         self._bytes -= len(payload)
 
-    def _is_stored(self, ref: ArrayRef) -> bool:
-        # A Redis that was away may have lost it.
-        broken_at = max(self._shared.broken_at, self._connections.broken_at)
-        return self._stored.get(ref, -math.inf) > max(anyio.current_time() - KNOWN_S, broken_at)
+    def _not_stored(self, refs: Iterable[ArrayRef]) -> list[ArrayRef]:
+        # A Redis that was away may have lost some.
+        since = max(anyio.current_time() - KNOWN_S, self._shared.broken_at, self._connections.broken_at)
+        return [ref for ref in refs if self._stored.get(ref, -math.inf) <= since]
 
     async def _write(self, payloads: Mapping[ArrayRef, bytes]) -> None:
         began = anyio.current_time()

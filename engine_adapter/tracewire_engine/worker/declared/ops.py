@@ -124,7 +124,7 @@ class Op:
 
     __slots__ = (
         *("__weakref__", "autoencoder", "bias", "choice", "each_token", "gives", "grouping", "head_size", "heads"),
-        *("kept", "key", "matrix", "numbers", "one", "pattern", "sites", "token_patterns"),
+        *("kept", "key", "matrix", "numbers", "one", "pattern", "reads", "rowwise", "sites", "token_patterns"),
     )
 
     def __init__(
@@ -149,7 +149,7 @@ class Op:
                 key += (tuple(one.weight.shape), one.bias is not None)
             if one.bias is not None:
                 self.bias = vectors.get("bias", one.bias, lambda bias: bias.reshape(-1))
-        elif isinstance(one, LogitLens):
+        elif isinstance(one, LogitLens | AttentionPattern):
             key = (one.top_k,)
         elif isinstance(one, Steer):
             self.matrix = vectors.get("rows", one.vector, np.atleast_2d)
@@ -175,10 +175,10 @@ class Op:
             key = (self.matrix is None,)
         elif isinstance(one, HeadProbe):
             key = (one.reduce,)
-        elif isinstance(one, AttentionPattern):
-            key = (one.top_k,)
         elif not isinstance(one, StopWhen):  # the adapter checks these
             key = prepare(self, one, vectors, probes)
+        #: Whether members that have several rows each, with vectors of their own, can share a group; whether it saves.
+        self.rowwise, self.reads = isinstance(one, Patch), isinstance(one, Reading)
         positions = "" if self.rowwise else getattr(one, "positions", "")
         named = self.heads and tuple(self.heads)
         self.key = (type(one).__name__, positions, self.pattern, named, self.head_size, *key, *condition_key(one.when))
@@ -195,16 +195,6 @@ class Op:
         make = partial(_rows_of, 1 if self.heads is None else len(self.heads))
         self.matrix = vectors.get(f"rows of {self.heads and len(self.heads)}", one.values, make)
         return (self.matrix.shape[-1],)
-
-    @property
-    def rowwise(self) -> bool:
-        """Whether members that have several rows each, with vectors of their own, can share a group."""
-        return isinstance(self.one, Patch)
-
-    @property
-    def reads(self) -> bool:
-        """Whether the intervention saves a value."""
-        return isinstance(self.one, Reading)
 
 
 class Declaration:

@@ -1,0 +1,105 @@
+"""Interventions that were normalized before, so that a client which submits them again does not do so again.
+
+A service brings the same objects with trace after trace. A normal form counts while the object has the same fields, and
+its arrays the same elements: a caller may change either between two traces.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tracewire_bus.wire.messages import Declared
+
+__all__ = ["NormalForms"]
+
+#: The most bytes of an intervention's arrays, and of all that are kept; and how many interventions are.
+_LONGEST: Final = 1 << 20
+_MOST_BYTES: Final = 32 << 20
+_MOST: Final = 4096
+#: The types of fields that are compared by value.
+_SIMPLE: Final = frozenset({str, int, float, bool, type(None)})
+
+
+class _Array(NamedTuple):
+    """An array as it was: its place among the fields, its dtype and shape, and its encoded form."""
+
+    place: int
+    dtype: Any
+    shape: tuple[int, ...]
+    payload: bytes
+
+
+class _Kept(NamedTuple):
+    one: Any
+    values: tuple[Any, ...]
+    arrays: tuple[_Array, ...]
+    plain: Declared
+    size: int
+
+
+def _fields(one: Any) -> tuple[Any, ...]:
+    return tuple([getattr(one, name) for name in one.__struct_fields__])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a field is as it was, the elements of arrays apart."""
+    if one is other:
+        return True
+    return type(one) is type(other) and type(one) in _SIMPLE and bool(one == other)
+
+
+class NormalForms:
+    """The normal forms of the interventions that were normalized last."""
+
+    def __init__(self) -> None:
+        #: By the `id` of the caller's object, which is kept, so that no other has its `id`. The oldest use first.
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, one: Any) -> Declared | None:
+        """The normal form of an intervention; `None` if it is not known, or if the intervention has changed."""
+        kept = self._kept.get(id(one))
+        if kept is None:
+            return None
+        values = _fields(one)
+        if all(map(_alike, values, kept.values)) and all(_same(values[array.place], array) for array in kept.arrays):
+            try:
+                self._kept.move_to_end(id(one))
+            except KeyError:  # another thread has dropped it
+                pass
+            return kept.plain
+        return None
+
+    def keep(self, one: Any, plain: Declared) -> None:
+        """Keep a normal form, if all that it was made of can be compared."""
+        import numpy as np
+
+        values, arrays = _fields(one), []
+        for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
+            encoded = getattr(plain, name)
+            if type(value) is np.ndarray and type(encoded) is msgspec.msgpack.Ext and type(encoded.data) is bytes:
+                arrays.append(_Array(place, value.dtype, value.shape, encoded.data))
+            elif type(value) not in _SIMPLE:
+                return
+        size = sum(len(array.payload) for array in arrays)
+        if not arrays or size > _LONGEST:
+            return
+        self._drop(id(one))
+        self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size)
+        self._bytes += size
+        while self._bytes > _MOST_BYTES or len(self._kept) > _MOST:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: int) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._bytes -= kept.size
+
+
+def _same(array: Any, known: _Array) -> bool:
+    """Whether an array has the dtype, the shape and the elements that it had. The elements end its encoded form."""
+    return bool(array.shape == known.shape and array.dtype == known.dtype and known.payload.endswith(array.tobytes()))

@@ -1,0 +1,96 @@
+"""Interventions that were normalized before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tracewire_bus.domain import intervention_checks, normal_forms
+from tracewire_bus.domain.intervention_checks import DeclarationError, normalize
+from tracewire_bus.domain.normal_forms import NormalForms
+from tracewire_bus.wire.messages import Live, LogitLens, Probe, Steer, When
+
+
+@pytest.fixture(autouse=True)
+def forms(monkeypatch: pytest.MonkeyPatch) -> NormalForms:
+    made = NormalForms()
+    monkeypatch.setattr(intervention_checks, "_normal_forms", made)
+    return made
+
+
+def _steer(count: int = 8) -> Steer:
+    return Steer("residual(1)", np.arange(count, dtype=np.float32), scale=0.5)
+
+
+def test_an_intervention_is_normalized_once() -> None:
+    one = _steer()
+    first, again, other = normalize([one])[0], normalize([one])[0], normalize([_steer()])[0]
+    assert first is again
+    assert first is not other
+    assert first == other
+
+
+CHANGES: dict[str, Callable[[Steer], object]] = {
+    "an element": lambda one: one.vector.__setitem__(3, 9.0),
+    "another array": lambda one: setattr(one, "vector", np.ones(8, np.float32)),
+    "its shape": lambda one: setattr(one.vector, "shape", (2, 4)),
+    "its dtype": lambda one: setattr(one.vector, "dtype", np.int32),
+    "a number": lambda one: setattr(one, "scale", 2.0),
+    "the type of a number": lambda one: setattr(one, "scale", 1),
+    "the location": lambda one: setattr(one, "at", "residual(2)"),
+    "a live parameter": lambda one: setattr(one, "scale", Live("alpha")),
+    "a condition": lambda one: setattr(one, "when", When(every=2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_one_is_normalized_anew(change: str) -> None:
+    one = _steer()
+    normalize([one])
+    CHANGES[change](one)
+    changed = Steer(one.at, np.array(one.vector), scale=one.scale, when=one.when)
+    assert normalize([one]) == normalize([changed])
+
+
+def test_a_change_to_something_wrong_is_found() -> None:
+    one = _steer()
+    normalize([one])
+    one.scale = "much"  # type: ignore[assignment]
+    with pytest.raises(DeclarationError, match="expected a number"):
+        normalize([one])
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Probe("p", "residual(1)", weight=[1.0, 2.0]),
+        Probe("p", "residual(1)", weight=np.float32(2.0)),
+        Steer("residual(1)", np.ones(4, np.float32), scale=Live("alpha")),
+        Steer("residual(1)", np.ones(4, np.float32), when=When(every=2)),
+        LogitLens("lens", "residual(1)", top_k=2),
+    ],
+    ids=["a list", "a scalar", "live", "a condition", "no array"],
+)
+def test_what_cannot_be_compared_is_not_kept(one: Any, forms: NormalForms) -> None:
+    normalize([one])
+    assert forms.get(one) is None
+
+
+def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
+    monkeypatch.setattr(normal_forms, "_MOST", 3)
+    several = [_steer() for _ in range(5)]
+    for one in (*several[:3], several[0], *several[3:]):
+        normalize([one])
+    assert [forms.get(one) is not None for one in several] == [True, False, False, True, True]
+
+
+def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
+    monkeypatch.setattr(normal_forms, "_MOST_BYTES", 2000)
+    monkeypatch.setattr(normal_forms, "_LONGEST", 1500)
+    small, large = [_steer(200) for _ in range(4)], _steer(1000)
+    normalize([*small, large])
+    assert [forms.get(one) is not None for one in (*small, large)] == [False, False, True, True, False]
+    assert forms._bytes == sum(kept.size for kept in forms._kept.values()) <= 2000
