@@ -43,6 +43,7 @@ from tests.support.blocks import parallel as blocks
 from tests.support.draft_models import drafting_model
 from tests.support.drafted_kinds import DRAFTED
 from tests.support.parallel.layouts import served
+from tests.support.runners import planning_ahead
 from tests.support.speculation import GREEDY, NGRAM, text
 from tracewire import Client, Model
 from tracewire_engine.launch.engine_builder import versions
@@ -227,12 +228,16 @@ async def on(name: str, options: argparse.Namespace, folder: Path) -> tuple[Foun
     given += ["--kv-cache-memory-bytes", str(256 << 20)]
     if not options.eager:
         given += ["--gpu-memory-utilization", "0.1"]
-    if name != EAGER:
+    if name == EAGER:
+        given += ["--no-async-scheduling"]
+    else:
         method, ahead, _ = name.partition(_AHEAD)
         given += ["--speculative-config", json.dumps(options.configs[method])]
         given += ["--async-scheduling" if ahead else "--no-async-scheduling"]
         given += [] if options.eager else [option for tap in TAPS for option in ("--tap", tap)]
-    async with served(folder, *given, cores="auto") as engine, engine.client() as client:
+    # On a CPU vLLM has asynchronous scheduling in tests only.
+    environment = planning_ahead() if options.eager else {}
+    async with served(folder, *given, cores="auto", environment=environment) as engine, engine.client() as client:
         model = await client.models.get("demo", timeout=60)
         print(f"{name}: ready", file=sys.stderr)
         await counted(client, model)

@@ -196,8 +196,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
         if present:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
     # Where vLLM chooses, either runner has the methods of the second one.
-    second, may_plan_ahead = os.environ.get(_SECOND_RUNNER) != "0", not current_platform.is_cpu()
-    if problem := speculation_problem(arguments, second=second, may_plan_ahead=may_plan_ahead):
+    if problem := speculation_problem(arguments, second=os.environ.get(_SECOND_RUNNER) != "0"):
         raise UnsupportedSetting(f"--speculative-config: {problem}")
 
 

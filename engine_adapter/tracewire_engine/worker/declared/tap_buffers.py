@@ -292,12 +292,12 @@ def graph_rows(config: Any) -> int:
     Args:
         config: vLLM's configuration.
     """
-    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    sizes: list[int] = config.compilation_config.cudagraph_capture_sizes or []
     if not sizes:
         return 0
-    tokens = 1 + config.num_speculative_tokens
+    tokens: int = 1 + config.num_speculative_tokens
     most = config.scheduler_config.max_num_seqs * tokens
-    found: int = min((size for size in sizes if size >= most), default=max(sizes))
+    found = min((size for size in sizes if size >= most), default=max(sizes))
     return min(-(-found // tokens) * tokens, max(sizes))
 
 
