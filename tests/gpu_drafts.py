@@ -50,8 +50,8 @@ from tracewire_engine.launch.engine_builder import versions
 
 #: By runner, the methods that vLLM 0.25.1 has for it on a GPU.
 METHODS = {
-    "first": ["ngram", "draft_model", "eagle", "eagle3"],
-    "second": ["eagle", "eagle3"],
+    "first": ["ngram", "draft_model", "draft_model+ahead", "eagle+ahead", "eagle3+ahead"],
+    "second": ["eagle", "eagle+ahead", "eagle3+ahead"],
 }
 #: What the traces ask for.
 TAPS = ["model.layers.*.output", "model.layers.*.mlp.output", "model.layers.*.self_attn.o_proj.input"]
@@ -224,7 +224,7 @@ def good(figures: dict[str, Any], *, eager: bool) -> bool:
 async def on(name: str, options: argparse.Namespace, folder: Path) -> tuple[Found, dict[str, int]]:
     """What an engine's requests come to, and what its worker has counted. `name` is of a method, or `EAGER`."""
     await anyio.Path(folder).mkdir()
-    given = ["--model-runner", options.model_runner, "--max-num-seqs", "64", *options.engine]
+    given = ["--model-runner", options.model_runner, "--max-num-seqs", "32", *options.engine]
     given += ["--kv-cache-memory-bytes", str(256 << 20)]
     if not options.eager:
         given += ["--gpu-memory-utilization", "0.1"]

@@ -127,9 +127,8 @@ async def test_what_the_program_for_gpus_asks_and_compares(
     await gpu_drafts.counted(ours, model_of_ours)
     found = await gpu_drafts.came_to(ours, model_of_ours, kinds, tokens=16)
     seen, after = await gpu_drafts.counted(ours, model_of_ours), await counts(drafted[0])
-    assert [seen[name] for name in ("drafted", "taken")] == [
-        after[name] - before[name] for name in ("drafted", "taken")
-    ]
+    for name in ("drafted", "taken"):
+        assert seen[name] == after[name] - before[name], name
     known = await gpu_drafts.came_to(client, theirs, kinds, tokens=16, logprobs=True)
     figures = gpu_drafts.compared(found, known, 0.01) | seen
     assert gpu_drafts.good(figures, eager=True)
