@@ -397,7 +397,11 @@ def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
     declared = declared_of([(Probe("a", ""), [1])])
     declared.buffers = made
     assert not declared.fits_buffers(serving=True)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        num_speculative_tokens=0,
+    )
     assert made_buffers(TAPS, config, CPU, sums=True, sharded=lambda _: False) is None
     # A model whose step cannot run twice.
     config.model_config = SimpleNamespace(is_hybrid=True)
