@@ -77,8 +77,8 @@ def counts_steps(model, tracer, live):
         DeclaredRequests.counted, fits = [0], DeclaredRequests.fits_buffers
 
         # Its names are bound here: the block's own are gone when it has ended.
-        def counting(self, *, serving, fits=fits, counted=DeclaredRequests.counted):
-            found = fits(self, serving=serving)
+        def counting(self, *tokens, serving, fits=fits, counted=DeclaredRequests.counted):
+            found = fits(self, *tokens, serving=serving)
             counted[0] += found and bool(self.hooks)
             return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tracewire_engine.launch.vllm_versions import unknown_vllm
 
-__all__ = ["RUNNER", "interpreted", "runner_options"]
+__all__ = ["RUNNER", "interpreted", "planning_ahead", "runner_options"]
 
 #: The environment variable.
 RUNNER = "TRACEWIRE_TEST_RUNNER"
@@ -26,9 +26,16 @@ def runner_options() -> tuple[str, ...]:
 
 def interpreted() -> dict[str, str]:
     """The environment in which vLLM's second runner runs on a CPU."""
+    return _changed() | {"TRITON_INTERPRET": "1"}
+
+
+def planning_ahead() -> dict[str, str]:
+    """The environment in which vLLM has asynchronous scheduling on a CPU, if an engine's options say so."""
+    return _changed() | {"TRACEWIRE_TEST_AHEAD": "1"}
+
+
+def _changed() -> dict[str, str]:
+    """The environment of processes that import `interpreted/sitecustomize.py`."""
     folder = str(Path(__file__).parent / "interpreted")
     rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
-    return {
-        "PYTHONPATH": os.pathsep.join([folder, *rest]),
-        "TRITON_INTERPRET": "1",
-    }
+    return {"PYTHONPATH": os.pathsep.join([folder, *rest])}

@@ -104,10 +104,15 @@ class Worker:
     def _tried(self, name: str, given: list[int]) -> list[int]:
         """The drafts of a request's step, which the scheduler gives or has placeholders for.
 
-        Those of placeholders are of the step before. If the request was not in it, vLLM computes the placeholders.
+        Those of placeholders are of the step before.
         """
-        assert not self.placeholders or set(given) == {-1}
-        return self.drafted.get(name, given)[: len(given)] if self.placeholders else list(given)
+        if not self.placeholders:
+            return list(given)
+        assert set(given) == {-1}
+        if len(self.tokens[name]) > self.prompts[name]:
+            assert name in self.drafted, "placeholders for drafts that nobody has"
+        # vLLM pads the first step of a request with placeholders.
+        return self.drafted.get(name, given)[: len(given)]
 
     def _sample(self, name: str, drafts: list[int]) -> list[int]:
         """What a step of a request samples: the drafts up to the first that is wrong, and one more. Drafts the next."""

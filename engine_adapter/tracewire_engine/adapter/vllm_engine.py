@@ -210,7 +210,7 @@ def _drafts(config: Any, arguments: dict[str, Any]) -> Drafts | None:
     """
     if config.speculative_config is None:
         return None
-    why = undrafted(arguments, ahead=config.scheduler_config.async_scheduling)
+    why = undrafted(arguments)
     if DECLARED_ARG in arguments and not why:
         arguments[DRAFTS_ARG] = True
     return Drafts(0 if why else config.speculative_config.num_speculative_tokens, why)

@@ -1,9 +1,9 @@
 """Speculative decoding in vLLM's schedulers: which requests are drafted, and which get one token a step.
 
 With `--speculative-config` vLLM proposes tokens for each request, the drafts, and a step computes them beside the
-request's next token. Plain requests are drafted. With the synchronous scheduler, so are traced ones of which the
-adapter says so (`DRAFTS_ARG`): their declared interventions act on each row by itself. Any other traced request gets
-one token a step all the same, so that a step of it is a token of it. So its drafts are dropped when they come:
+request's next token. Plain requests are drafted. So are traced ones of which the adapter says so (`DRAFTS_ARG`): their
+declared interventions act on each row by itself. Any other traced request gets one token a step all the same, so that a
+step of it is a token of it. So its drafts are dropped when they come:
 
 - vLLM's synchronous scheduler is given the drafts behind a step (`update_draft_token_ids`).
 - The asynchronous one plans the next step before the drafts exist. It puts placeholders into the request, and the
@@ -14,8 +14,11 @@ one token a step all the same, so that a step of it is a token of it. So its dra
 
 A drafted request whose submission gives its first tokens (`forced_tokens`) is drafted behind these tokens.
 
-A request that was paused for a step, or otherwise left out of one, can come back with placeholders for which the
-workers have no drafts. vLLM computes and rejects them.
+The workers have the drafts of the last step only. So a request that was left out of it, since it was paused, comes back
+without placeholders.
+
+The asynchronous scheduler counts drafts as taken until it knows better. A traced request that is preempted meanwhile
+goes on behind the tokens that it turned out to have.
 """
 
 from __future__ import annotations
@@ -69,13 +72,14 @@ class Drafting:
         self.tracewire_placeholders = self.tracewire_drafting and hasattr(self, "_spec_token_placeholders")
         #: How many tokens have been drafted, and how many of them were taken.
         self.tracewire_drafted = self.tracewire_taken = 0
+        #: With placeholders, the requests of the last step.
+        self.tracewire_stepping: frozenset[str] = frozenset()
         #: Traced requests whose prompts have one token, and that have not run yet.
         self.tracewire_short: set[Any] = set()
 
     def may_draft(self, request: Any) -> bool:
         """Whether the tokens of this request's next step are drafted."""
-        # The asynchronous scheduler counts drafts as taken until it knows better, and workers plan rows by its count.
-        if not is_plain(request) and (self.tracewire_placeholders or DRAFTS_ARG not in _arguments(request)):
+        if not is_plain(request) and DRAFTS_ARG not in _arguments(request):
             return False
         forced: int | None = getattr(request, "tracewire_forced", None)
         if forced is None:
@@ -97,6 +101,8 @@ class Drafting:
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Let vLLM plan the next step, without padding if that could reach a traced request."""
+        if self.tracewire_placeholders:
+            self._forget_ahead()
         if not self.tracewire_drafting or not self._may_pad_wrongly():
             return super().schedule(*args, **options)  # type: ignore[misc]
         scheduler: Any = self
@@ -105,6 +111,16 @@ class Drafting:
             return super().schedule(*args, **options)  # type: ignore[misc]
         finally:
             scheduler.dynamic_sd_lookup = table
+
+    def _forget_ahead(self) -> None:
+        """Forget what was planned ahead: drafts that the workers no longer have, and drafts that were not taken."""
+        scheduler: Any = self
+        for request in scheduler.running:
+            if request.spec_token_ids and request.request_id not in self.tracewire_stepping:
+                request.spec_token_ids = []
+        for request in scheduler._still_kept():
+            if not getattr(request, "num_stale_output_tokens", 0):
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
     def _may_pad_wrongly(self) -> bool:
         """Whether a traced request may begin to run in the next step with one token."""
@@ -123,6 +139,7 @@ class Drafting:
     def _update_after_schedule(self, output: Any) -> None:
         super()._update_after_schedule(output)  # type: ignore[misc]
         if self.tracewire_placeholders:
+            self.tracewire_stepping = frozenset(output.num_scheduled_tokens)
             self.drop_drafts(output.num_scheduled_tokens)
 
     def make_spec_decoding_stats(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any) -> Any:

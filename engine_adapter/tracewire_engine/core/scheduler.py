@@ -22,7 +22,7 @@ free; then paused requests are preempted first.
 vLLM sees an engine with nothing but paused requests as idle, and waits for messages. Before that, the scheduler makes
 one step without tokens, so that the workers report the last step that had tokens.
 
-With speculative decoding, traced requests are not drafted (`drafts.py`).
+With speculative decoding, not all traced requests are drafted (`drafts.py`).
 
 With each step the scheduler tells the workers how many tokens each traced request has that ended since the last step.
 The request may have been in later steps too. An abort, and with async scheduling any end, comes while the next step is

@@ -262,7 +262,7 @@ def _vllm_arguments(options: argparse.Namespace) -> Any:
 
     arguments = AsyncEngineArgs.from_cli_args(options)
     choose_runner(options.model_runner, arguments)
-    refuse_unsupported(arguments, options.tap)
+    refuse_unsupported(arguments)
     if getattr(options, "sandbox", False) and arguments.distributed_executor_backend == "ray":
         raise UnsupportedSetting("--sandbox is not supported with Ray, which starts the workers itself")
     if not getattr(arguments, "allowed_media_domains", None):

@@ -133,12 +133,8 @@ def choose_runner(name: str, arguments: AsyncEngineArgs) -> None:
 
 
 # whole: a table of settings
-def refuse_unsupported(arguments: AsyncEngineArgs, taps: Sequence[str] = ()) -> None:
+def refuse_unsupported(arguments: AsyncEngineArgs) -> None:
     """Refuse settings of vLLM under which Tracewire would not work correctly. Called before anything is started.
-
-    Args:
-        arguments: vLLM's.
-        taps: patterns of the locations that CUDA graphs serve.
 
     Raises:
         UnsupportedSetting: names the first such setting.
@@ -200,8 +196,7 @@ def refuse_unsupported(arguments: AsyncEngineArgs, taps: Sequence[str] = ()) -> 
         if present:
             raise UnsupportedSetting(f"{option} is not supported: {reason}")
     # Where vLLM chooses, either runner has the methods of the second one.
-    second, may_plan_ahead = os.environ.get(_SECOND_RUNNER) != "0", not current_platform.is_cpu()
-    if problem := speculation_problem(arguments, taps, second=second, may_plan_ahead=may_plan_ahead):
+    if problem := speculation_problem(arguments, second=os.environ.get(_SECOND_RUNNER) != "0"):
         raise UnsupportedSetting(f"--speculative-config: {problem}")
 
 
@@ -268,7 +263,7 @@ def build_engine(
     settings = settings or WorkerSettings()
     taps = list(taps)
     choose_runner(settings.model_runner, arguments)
-    refuse_unsupported(arguments, taps)
+    refuse_unsupported(arguments)
     _prepare_process()
     options = _engine_options(arguments, settings, loras or {})
     options["additional_config"] = {

@@ -6,7 +6,6 @@ anything is started, and the error says what is expected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["METHODS", "needs_first_runner", "speculation_problem", "speculation_settings"]
@@ -22,9 +21,6 @@ _MODELS = {
     **dict.fromkeys(("draft_model", "eagle", "eagle3", "medusa"), "the name or the folder of a model that drafts"),
     "custom_class": "the path of a class that drafts, such as package.module.Class",
 }
-
-#: The methods with which vLLM schedules asynchronously, unless it is told not to.
-_AHEAD = ("draft_model", "eagle", "eagle3")
 
 #: Settings that have not been tried, each with the reason.
 _UNTRIED = {
@@ -53,16 +49,12 @@ def needs_first_runner(arguments: Any) -> bool:
     return isinstance(config, dict) and bool(config) and config.get("method") not in METHODS[True]
 
 
-def speculation_problem(
-    arguments: Any, taps: Sequence[str] = (), *, second: bool = False, may_plan_ahead: bool = False
-) -> str:
+def speculation_problem(arguments: Any, *, second: bool = False) -> str:
     """What is wrong with the speculative decoding that vLLM's engine arguments ask for; `""` if nothing is.
 
     Args:
         arguments: vLLM's.
-        taps: patterns of the locations that CUDA graphs serve.
         second: whether vLLM uses its second model runner.
-        may_plan_ahead: whether vLLM has asynchronous scheduling on this platform.
     """
     config = speculation_settings(arguments)
     if not config:
@@ -80,10 +72,6 @@ def speculation_problem(
             return f"{name} is not supported: {reason}"
     if (getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1:
         return "it has not been tried with --pipeline-parallel-size; expected one stage"
-    if may_plan_ahead and config["method"] in _AHEAD and getattr(arguments, "async_scheduling", None) is not False:
-        return f"{config['method']} has not been tried with asynchronous scheduling; expected --no-async-scheduling"
-    if taps:
-        return "it has not been tried with --tap, in CUDA graphs; expected no taps"
     return ""
 
 

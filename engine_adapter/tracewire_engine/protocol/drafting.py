@@ -35,18 +35,13 @@ def draft_slots(vllm_config: Any) -> int:
     return 0 if config is None else int(config.max_num_new_slots_for_drafting)
 
 
-def undrafted(arguments: Mapping[str, Any], *, ahead: bool = False) -> str:
+def undrafted(arguments: Mapping[str, Any]) -> str:
     """Why the tokens of a request with these arguments are not drafted; `""` if they are.
 
-    Args:
-        arguments: Tracewire's, in the `extra_args` of the request.
-        ahead: whether vLLM plans a step before it knows which drafts of the last one were taken: with asynchronous
-            scheduling.
+    `arguments` are Tracewire's, in the `extra_args` of the request.
     """
     reasons = [reason for name, reason in _ARGUMENTS.items() if name in arguments]
     if DECLARED_ARG in arguments:
-        if ahead:
-            reasons.append("asynchronous scheduling plans a step before the tokens of the last one are known")
         reasons += _reasons(placed.intervention for placed in _placed(arguments[DECLARED_ARG]))
     return "; ".join(dict.fromkeys(reasons))
 

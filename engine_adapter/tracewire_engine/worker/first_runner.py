@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle  # noqa: TID251 (nnsight's own collect, within this process)
+from collections import ChainMap
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,8 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        #: The states of the step's requests of which vLLM counts too many tokens.
+        self.tracewire_corrected: dict[str, Any] = {}
         self.prepare_tracing()
 
     def capture_model(self) -> Any:
@@ -46,7 +50,9 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
                     self.tracewire_preempted.restore(request_id, blocks)
         scheduled = scheduler_output.num_scheduled_tokens
         # The scheduler has another order.
-        self.begin_rows(scheduler_output, [one for one in self.input_batch.req_ids if one in scheduled])
+        order = [one for one in self.input_batch.req_ids if one in scheduled]
+        self.tracewire_corrected = self.tracewire_drafted.states(order, self.requests) if self.tracewire_drafted else {}
+        self.begin_rows(scheduler_output, order)
         return corrections
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,9 +71,9 @@ class FirstRunner(TracewireRunner, nnsight_runner.GPUModelRunner):
 
     # --- for the core -----------------------------------------------------------------------------------------------
 
-    def request_states(self) -> dict[str, Any]:
-        states: dict[str, Any] = self.requests
-        return states
+    def request_states(self) -> Mapping[str, Any]:
+        states: Mapping[str, Any] = self.requests
+        return ChainMap(self.tracewire_corrected, self.requests) if self.tracewire_corrected else states
 
     def generated(self, request_id: str) -> int:
         return len(self.requests[request_id].output_token_ids)

@@ -110,6 +110,7 @@ class TracewireRunner(RunnerParts):
             involved = scheduler_output.finished_req_ids | scheduler_output.num_scheduled_tokens.keys()
             pipeline.catch_up(book.with_sharers(involved), book)
         if scheduler_output.finished_req_ids:
+            self.tracewire_drafted.forget(scheduler_output.finished_req_ids)
             ends: dict[str, int] = getattr(scheduler_output, "tracewire_ends", {})
             self.tracewire_finisher.finish_requests(scheduler_output.finished_req_ids, ends)
         self.tracewire_changed = book.live.apply()
@@ -157,6 +158,7 @@ class TracewireRunner(RunnerParts):
         # How many tokens each request has of its own, which come before its drafts.
         own = {one: count - len(drafts.get(one, ())) for one, count in scheduled.items()} if drafts else scheduled
         self._follow_plans(own, order, states)
+        self.tracewire_drafted.begin(order, scheduled, drafts, states, self.tracewire_declared.live)
         if book.requests:
             book.refuse_cut(scheduled, states)
             book.scope(model, [(request_id, scheduled[request_id]) for request_id in order])
@@ -242,8 +244,11 @@ class TracewireRunner(RunnerParts):
             if state is None:
                 continue
             # One that is not in this step, such as a preempted one, samples its next token in a later one.
-            now = request_id in scheduled
-            index = token_index(state, scheduled[request_id]) if now else self.generated(request_id)
+            if request_id in scheduled:
+                index = token_index(state, scheduled[request_id])
+            else:
+                known = self.tracewire_drafted.generated(request_id, state.num_prompt_tokens)
+                index = self.generated(request_id) if known is None else known
             first.append((request, choice, max(0, index)))
         return Applied(run.name, run.version, first, self.tracewire_requests.live.late)
 
@@ -308,9 +313,12 @@ class TracewireRunner(RunnerParts):
         if drawn.shape[1] == 1:
             return self._serve_first(drawn)
         served = torch.cat((self._serve_first(drawn[:, :1]), drawn[:, 1:]), dim=1)
-        plan = self.tracewire_declared.plan
-        if plan is not None and plan.drafted:
-            plan.accept(((served >= 0).sum(1) if counts is None else counts).tolist())
+        if self.tracewire_drafted.waiting:
+            sampled = ((served >= 0).sum(1) if counts is None else counts).tolist()
+            self.tracewire_drafted.accept(sampled)
+            plan = self.tracewire_declared.plan
+            if plan is not None and plan.drafted:
+                plan.accept(sampled)
         return served
 
     def _serve_first(self, drawn: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 from .blob_sender import BlobSender
 from .block_host.setup import hosted_blocks
 from .deferred_report import DeferredReport
+from .drafted_tokens import DraftedTokens
 from .finishing import RequestFinisher
 from .kv_offload import KVBlocks, PreemptedKVCache
 from .large_arrays import LargeArrayBudget
@@ -87,7 +88,10 @@ class RunnerParts:
     get_model: Callable[[], Any]
 
     def request_states(self) -> Mapping[str, Any]:
-        """vLLM's requests, each with `num_computed_tokens` and `num_prompt_tokens`, by the scheduler's id."""
+        """vLLM's requests, each with `num_computed_tokens` and `num_prompt_tokens`, by the scheduler's id.
+
+        Drafts of earlier steps that were not taken are not counted (`drafted_tokens.py`).
+        """
         raise NotImplementedError
 
     def generated(self, request_id: str) -> int:
@@ -137,6 +141,8 @@ class RunnerParts:
         self.tracewire_changed: list[LiveRun] = []
         #: The rows of the step whose tokens submissions give, each with its token.
         self.tracewire_forced: list[tuple[int, int]] = []
+        #: How far requests with drafts are.
+        self.tracewire_drafted = DraftedTokens()
         #: Of a step with drafts, the row of each request among the logits that is served; else empty.
         self.tracewire_logit_rows: list[int] = []
         self.tracewire_preempted: PreemptedKVCache | None = None
@@ -271,6 +277,7 @@ class RunnerParts:
             book.scheduled,
             book.forced,
             self.tracewire_preempted or (),
+            self.tracewire_drafted,
             ranks,
             self.tracewire_hosts or (),
         )

@@ -75,10 +75,14 @@ async def test_second_runner_comes_to_what_the_first_does(
 
 
 @pytest.fixture(scope="module")
-def shown(starts_engine: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """By module of `FEATURES`, what became of its tests: "passed", or how one failed."""
+def shown(
+    starts_engine: None, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[str]]:
+    """By module of the features that this session shows, what became of its tests: "passed", or how one failed."""
     report = tmp_path_factory.mktemp("features") / "report.xml"
-    wanted = [_E2E + path for paths in FEATURES.values() for path in paths]
+    selected = [getattr(one, "callspec", None) for one in request.session.items]
+    features = {one.params["feature"] for one in selected if one is not None and "feature" in one.params}
+    wanted = [_E2E + path for feature, paths in FEATURES.items() if feature in features for path in paths]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
     log = report.with_suffix(".log")
     with log.open("w") as said:

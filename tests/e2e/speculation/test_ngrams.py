@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import gpu_drafts
 from tests.support.blocks import parallel as blocks
 from tests.support.drafted_kinds import DRAFTED
 from tests.support.engine_inside import counts
@@ -114,6 +115,32 @@ async def test_a_drafted_trace_is_paused_cancelled_and_given_its_first_tokens(
     # Drafts change what a seed draws.
     drawn = await outcome(ours, model_of_ours, **plain, n=2, temperature=0.8, seed=3)
     assert [len(one[0]) for one in drawn["choices"]] == [60, 60]
+
+
+async def test_what_the_program_for_gpus_asks_and_compares(
+    drafted: tuple[Any, str], ours: Client, model_of_ours: Model, client: Client
+) -> None:
+    """On a CPU, without graphs: it counts drafts, finds nothing apart, and finds what is."""
+    kinds = ("probes", "clamp", "under ids", "logit lenses")
+    theirs = await client.models.get("demo", timeout=60)
+    before = await counts(drafted[0])
+    await gpu_drafts.counted(ours, model_of_ours)
+    found = await gpu_drafts.came_to(ours, model_of_ours, kinds, tokens=16)
+    seen, after = await gpu_drafts.counted(ours, model_of_ours), await counts(drafted[0])
+    for name in ("drafted", "taken"):
+        assert seen[name] == after[name] - before[name], name
+    known = await gpu_drafts.came_to(client, theirs, kinds, tokens=16, logprobs=True)
+    figures = gpu_drafts.compared(found, known, 0.01) | seen
+    assert gpu_drafts.good(figures, eager=True)
+    assert figures["equal"] == figures["requests"] == len(found)
+    # No step ran as a whole graph.
+    assert not gpu_drafts.good(figures, eager=False)
+    found["clamp"]["saves"]["near_behind"] = [item + 1 for item in found["clamp"]["saves"]["near_behind"]]
+    found["probes"]["tokens"][3] += 1
+    found["plain 0"]["tokens"].pop()
+    differing = gpu_drafts.compared(found, known, 0.01)["differing"]
+    assert differing.keys() == {"clamp", "probes", "plain 0"}
+    assert differing["probes"].startswith("token 3 is")
 
 
 async def test_a_drafted_constraint_holds(

@@ -1,11 +1,39 @@
-"""Lets vLLM's second model runner run on a CPU: Triton's kernels by Triton's interpreter.
+"""Lets vLLM do on a CPU what it does on GPUs only.
 
-For tests only, in processes whose PYTHONPATH begins with this folder. vLLM takes Triton on a CPU only if Triton has a
-backend of the name "cpu", which comes with a fork of Triton. The interpreter needs no backend, so the entry that is
-made here compiles nothing.
+For tests only, in processes whose PYTHONPATH begins with this folder.
+
+- `TRITON_INTERPRET=1`: the second model runner runs, with Triton's kernels by Triton's interpreter. vLLM takes Triton
+  on a CPU only if Triton has a backend of the name "cpu", which comes with a fork of Triton. The interpreter needs no
+  backend, so the entry that is made here compiles nothing.
+- `TRACEWIRE_TEST_AHEAD=1`: asynchronous scheduling is what the engine's options say. vLLM turns it off on CPUs.
 """
 
 import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+if os.environ.get("TRACEWIRE_TEST_AHEAD") == "1":
+    from as_told import leave_scheduling
+
+    class _Ahead(MetaPathFinder):
+        """Has vLLM's platform of CPUs leave asynchronous scheduling as it is, once it is imported."""
+
+        def find_spec(self, name, path, target=None):
+            if name != "vllm.platforms.cpu":
+                return None
+            sys.meta_path.remove(self)
+            spec = find_spec(name)
+            load = spec.loader.exec_module
+
+            def changed(module):
+                load(module)
+                leave_scheduling(module.CpuPlatform, setattr)
+
+            spec.loader.exec_module = changed
+            return spec
+
+    sys.meta_path.insert(0, _Ahead())
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import Backend, backends

@@ -39,8 +39,8 @@ class TapServing(Protocol):
         """Have the graphs that are captured meanwhile serve the taps by kernels."""
         ...
 
-    def fits_whole_graph(self) -> bool:
-        """Whether the step under way can run as a whole graph."""
+    def fits_whole_graph(self, tokens: int) -> bool:
+        """Whether the step under way can run as a whole graph of so many tokens, padding included."""
         ...
 
     def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any]) -> Any:
@@ -75,7 +75,7 @@ def _two_graphs() -> Callable[..., Any]:
                     self.whole(*args, **kwargs)
                 return output
             broken = partial(super().__call__, *args, **kwargs)
-            if self._serving.fits_whole_graph():
+            if self._serving.fits_whole_graph(context.batch_descriptor.num_tokens):
                 return self._serving.run_whole(partial(self.whole, *args, **kwargs), broken)
             return broken()
 

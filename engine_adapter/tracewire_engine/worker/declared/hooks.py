@@ -139,9 +139,12 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         finally:
             self.whole = False
 
-    def fits_whole_graph(self) -> bool:
-        """Whether the step under way can run as a whole graph. If so, the kernels at the taps are set up for it."""
-        return not self.busy and not self.skipped and self.declared.fits_buffers(serving=self.interleaving)
+    def fits_whole_graph(self, tokens: int) -> bool:
+        """Whether the step under way can run as a whole graph. If so, the kernels at the taps are set up for it.
+
+        `tokens`: how many the graph computes, padding included.
+        """
+        return not self.busy and not self.skipped and self.declared.fits_buffers(tokens, serving=self.interleaving)
 
     def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any]) -> Any:
         """Run a step that fits a whole graph, by both graphs until that is proven. Returns the output that counts."""

@@ -71,7 +71,7 @@ class TwoGraphs(CudaGraphManager):
 
     def run_fullgraph(self, desc: Any) -> Any:
         serving = self.tracewire_serving
-        if not serving.has_kernels or not serving.fits_whole_graph():
+        if not serving.has_kernels or not serving.fits_whole_graph(desc.num_tokens):
             super().run_fullgraph(desc)
             return
         serving.run_whole(partial(self._run_whole, desc), partial(self._run_broken, desc))

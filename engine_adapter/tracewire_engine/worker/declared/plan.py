@@ -431,11 +431,11 @@ class DeclaredRequests:
                 self.signals.tick.fill_(plan.steps)
         self.hooks = plan.hooks
 
-    def fits_buffers(self, *, serving: bool) -> bool:
+    def fits_buffers(self, tokens: int = 0, *, serving: bool) -> bool:
         """Whether the kernels at the taps can serve this step, without a call at any location.
 
-        If so, they are set up for it, and the forward pass must come by them next. `serving`: whether the step's
-        interventions are to be served at all.
+        If so, they are set up for it, and the forward pass must come by them next. `tokens`: how many the graph
+        computes, padding included. `serving`: whether the step's interventions are to be served at all.
         """
         buffers, plan = self.buffers, self.plan if serving and self.hooks else None
         if buffers is None:
@@ -446,7 +446,7 @@ class DeclaredRequests:
         if not plan.tabled:
             plan.tabled = True
             plan.table = buffers.table({name: hook.groups for name, hook in plan.hooks.items()}, self.total)
-        if plan.table is None:
+        if plan.table is None or not buffers.has_room(tokens):
             return False
         buffers.use(plan.table)
         _restrict(plan, plan.table, buffers, self.recorders[False])

@@ -31,7 +31,7 @@ from .groups import EditGroup, Group, LocationValues, ReadGroup
 from .ops import Op
 from .tap_rows import ADD, AFTER, READ, SUM
 
-__all__ = ["StepTable", "TapBuffers", "VectorPool", "made_buffers"]
+__all__ = ["StepTable", "TapBuffers", "VectorPool", "graph_rows", "made_buffers"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -227,7 +227,7 @@ class TapBuffers:
         if tap is None or halves is None:
             self._unserved.add(location)
             return
-        if halves[0].shape[0] > self._rows:
+        if not self.has_room(halves[0].shape[0]):
             # Steps of so many tokens replay the graph with breaks.
             return
         self._locations.add(location)
@@ -245,9 +245,13 @@ class TapBuffers:
         alike = half.dim() == 2 and half.shape[1] == self.width and half.dtype == self._buffer.dtype
         return bool(alike and half.is_contiguous() and half.data_ptr() % 16 == 0)
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether a graph of so many tokens, padding included, has the kernels."""
+        return tokens <= self._rows
+
     def table(self, groups: Mapping[str, Iterable[Group]], total: int) -> StepTable | None:
         """The table of a step of `total` tokens with these groups by location; `None` if a group does not fit."""
-        if total > self._rows:
+        if not self.has_room(total):
             return None
         table = StepTable(len(self._buffer), self._rows, self._pool)
         for location, members in groups.items():
@@ -294,6 +298,24 @@ class TapBuffers:
         return self._buffer[self._places[location]]
 
 
+def graph_rows(config: Any) -> int:
+    """The most tokens of a step whose requests all generate, padded to a CUDA graph; 0 if vLLM captures no graphs.
+
+    Each request has a token, and one for each draft. With drafts, vLLM rounds the sizes of its graphs up to steps of
+    whole requests, but to no more than the greatest size.
+
+    Args:
+        config: vLLM's configuration.
+    """
+    sizes: list[int] = config.compilation_config.cudagraph_capture_sizes or []
+    if not sizes:
+        return 0
+    tokens: int = 1 + config.num_speculative_tokens
+    most = config.scheduler_config.max_num_seqs * tokens
+    found = min((size for size in sizes if size >= most), default=max(sizes))
+    return min(-(-found // tokens) * tokens, max(sizes))
+
+
 def made_buffers(
     taps: Iterable[str],
     config: Any,
@@ -306,15 +328,13 @@ def made_buffers(
 
     The kernel is compiled here, because nothing can be compiled while a graph is captured.
     """
-    sizes = config.compilation_config.cudagraph_capture_sizes or ()
-    if device.type != "cuda" or not sizes:
+    rows = graph_rows(config) if device.type == "cuda" else 0
+    if not rows:
         return None
     model = config.model_config
     if any(getattr(model, name, False) for name in ("is_hybrid", "has_inner_state", "is_attention_free")):
         # A step of a model with a recurrent state cannot run twice, as `graph_proof.py` needs.
         return None
-    most = config.scheduler_config.max_num_seqs
-    rows = min((size for size in sizes if size >= most), default=max(sizes))
     try:
         from .tap_kernel import serve_rows
 

@@ -44,7 +44,7 @@ def test_plain_requests_are_drafted_and_traced_ones_beside_them_are_not(config: 
 
 
 def test_a_trace_that_the_adapter_lets_be_drafted_is(config: Any, depth: int) -> None:
-    """Its prompt is computed in one step all the same. With asynchronous scheduling it gets a token a step."""
+    """Its prompt is computed in one step all the same."""
     core = Core(config, 60, depth, "fcfs")
     core.add("drafted", prompt(1, STEP + 8), 24, traced=True, drafted=True)
     core.add("traced", prompt(2, 6), 24, traced=True)
@@ -52,9 +52,9 @@ def test_a_trace_that_the_adapter_lets_be_drafted_is(config: Any, depth: int) ->
     assert core.generated == {"drafted": alone(prompt(1, STEP + 8), 24), "traced": alone(prompt(2, 6), 24)}
     counts = core.worker.counts["drafted"]
     assert counts[0] == STEP + 8
-    assert max(counts[1:]) == (1 + DRAFTS if depth == 1 else 1)
-    assert core.worker.tried.keys() == ({"drafted"} if depth == 1 else set())
-    assert (core.count("drafted") < 20) == (depth == 1)
+    assert max(counts[1:]) == 1 + DRAFTS
+    assert core.worker.tried.keys() == {"drafted"}
+    assert core.count("drafted") < 20
     assert core.worker.counts["traced"] == [6] + [1] * 23
 
 
@@ -67,8 +67,8 @@ def test_a_request_is_drafted_behind_the_tokens_that_it_is_given(config: Any, de
     assert max(counts[5:]) == 1 + DRAFTS
 
 
-def test_a_trace_is_drafted_behind_the_tokens_that_it_is_given(config: Any) -> None:
-    core = Core(config, 60, 1, "fcfs")
+def test_a_trace_is_drafted_behind_the_tokens_that_it_is_given(config: Any, depth: int) -> None:
+    core = Core(config, 60, depth, "fcfs")
     core.add("given", prompt(1, 6), 24, forced=5, traced=True, drafted=True)
     core.settle()
     counts = core.worker.counts["given"]
@@ -93,9 +93,9 @@ def test_a_trace_whose_prompt_is_one_token_is_not_padded(config: Any, depth: int
     assert not core.scheduler._may_pad_wrongly()
 
 
-def test_a_preempted_trace_with_drafts_goes_on_where_it_was(config: Any) -> None:
+def test_a_preempted_trace_with_drafts_goes_on_where_it_was(config: Any, depth: int) -> None:
     """The workers keep what it has computed without the drafts that were not taken."""
-    core = Core(config, 14, 1, "fcfs")
+    core = Core(config, 14, depth, "fcfs")
     core.add("plain", prompt(1, 4), 24)
     for number in (2, 3):
         core.add(f"r{number}", prompt(number, 4), 20, traced=True, drafted=True)
@@ -166,7 +166,7 @@ def test_requests_that_come_pause_and_go_get_their_own_tokens(config: Any, depth
         length, count = dice.choice((1, 3, 9, 17)), dice.randrange(1, 24)
         traced, drafted = dice.random() < 0.7, dice.random() < 0.5
         core.add(f"r{number}", prompt(number, length), count, dice.randrange(3), traced=traced, drafted=drafted)
-        if traced and (not drafted or depth > 1):
+        if traced and not drafted:
             undrafted.add(f"r{number}")
         wanted[f"r{number}"] = alone(prompt(number, length), count)
         for _ in range(dice.randrange(4)):

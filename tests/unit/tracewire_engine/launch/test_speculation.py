@@ -12,8 +12,8 @@ from tracewire_engine.launch.speculation import speculation_problem, speculation
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def problem(config: Any, taps: tuple[str, ...] = (), **options: Any) -> str:
-    return speculation_problem(SimpleNamespace(speculative_config=config, **options), taps)
+def problem(config: Any, **options: Any) -> str:
+    return speculation_problem(SimpleNamespace(speculative_config=config, **options))
 
 
 DRAFTED = {"method": "draft_model", "model": "./small", "num_speculative_tokens": 3}
@@ -67,17 +67,6 @@ def test_settings_by_options_of_their_own_are_checked_as_well() -> None:
 
 def test_what_has_not_been_tried_together_is_refused() -> None:
     assert "--pipeline-parallel-size; expected one stage" in problem(NGRAM, pipeline_parallel_size=2)
-    assert "--tap, in CUDA graphs; expected no taps" in problem(NGRAM, ("model.layers.4.output",))
-
-
-def test_planning_ahead_is_refused_where_vllm_would_do_so() -> None:
-    """vLLM does with models that draft, unless told not to, and nowhere with n-grams or on a CPU."""
-    arguments = SimpleNamespace(speculative_config=DRAFTED, async_scheduling=None)
-    assert speculation_problem(arguments, may_plan_ahead=True).endswith("expected --no-async-scheduling")
-    assert speculation_problem(arguments) == ""
-    arguments.async_scheduling = False
-    assert speculation_problem(arguments, may_plan_ahead=True) == ""
-    assert speculation_problem(SimpleNamespace(speculative_config=NGRAM), may_plan_ahead=True) == ""
 
 
 def test_the_second_runner_has_methods_of_its_own() -> None:

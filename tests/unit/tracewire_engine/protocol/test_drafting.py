@@ -33,7 +33,7 @@ def test_a_drafting_model_takes_places_for_each_request() -> None:
 
 def test_what_acts_on_each_row_by_itself_is_drafted() -> None:
     assert undrafted({}) == undrafted({FORCED_ARG: [1]}) == ""
-    assert _why(arguments=(LIVE_ARG,)) == undrafted({FORCED_ARG: [1]}, ahead=True) == ""
+    assert _why(arguments=(LIVE_ARG,)) == undrafted({FORCED_ARG: [1]}) == ""
     steer = Steer("", VECTOR, scale=Live("alpha"), when=When(start=2, tokens=[[7]], part="answer"))
     assert _why(Probe("p", ""), steer, StopWhen("p", above=1.0, steps=3)) == ""
 
@@ -52,10 +52,6 @@ def test_what_acts_on_each_row_by_itself_is_drafted() -> None:
 )
 def test_what_goes_on_from_step_to_step_is_not_and_says_so_once(interventions: list[Any], why: str) -> None:
     assert _why(Probe("p", "", VECTOR), *interventions) == why
-
-
-def test_a_scheduler_that_is_ahead_drafts_no_declared_interventions() -> None:
-    assert undrafted({DECLARED_ARG: msgspec.msgpack.encode([])}, ahead=True).startswith("asynchronous scheduling")
 
 
 def test_each_reason_is_told() -> None:

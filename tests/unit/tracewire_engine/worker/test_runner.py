@@ -10,29 +10,40 @@ import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.drafted_tokens import DraftedTokens
 from tracewire_engine.worker.runner import TracewireRunner, _last_rows
 
 
 def test_a_change_is_told_of_with_the_token_that_its_step_samples() -> None:
-    """Of requests whose prompt is computed, that generate, that are in no step for now, and that have gone."""
+    """Of requests whose prompt is computed, that generate, that are in no step for now, and that have gone.
+
+    The last step of the one that rests had drafts, of which vLLM does not know yet how many were taken.
+    """
     run = LiveRun("run")
     run.version = 3
-    run.requests = {name: (f"t-{name}", choice) for choice, name in enumerate(("prompt", "going", "preempted", "gone"))}
+    run.requests = {
+        name: (f"t-{name}", choice) for choice, name in enumerate(("prompt", "going", "preempted", "rests", "gone"))
+    }
     state = partial(SimpleNamespace, num_prompt_tokens=5)
     states = {
         "prompt": state(num_computed_tokens=0),
         "going": state(num_computed_tokens=7),
         "preempted": state(num_computed_tokens=0),
+        "rests": state(num_computed_tokens=13),
     }
+    drafted = DraftedTokens()
+    drafted.begin(["rests"], {"rests": 4}, {"rests": [-1] * 3}, {"rests": state(num_computed_tokens=9)}, {"rests"})
+    drafted.accept([2])
     worker = SimpleNamespace(
         request_states=lambda: states,
         generated={"preempted": 4}.__getitem__,
+        tracewire_drafted=drafted,
         tracewire_requests=SimpleNamespace(live=SimpleNamespace(late=1)),
     )
     applied = TracewireRunner._applied(worker, run, {"prompt": 4, "going": 1})
     assert (applied.run, applied.version) == ("run", 3)
     # The prompt's next step samples its first token.
-    assert applied.first == [("t-prompt", 0, 0), ("t-going", 1, 3), ("t-preempted", 2, 4)]
+    assert applied.first == [("t-prompt", 0, 0), ("t-going", 1, 3), ("t-preempted", 2, 4), ("t-rests", 3, 7)]
 
 
 class _Planned(TracewireRunner):
@@ -45,6 +56,7 @@ class _Planned(TracewireRunner):
         found: list[list[int]] = []
         plan = SimpleNamespace(drafted=False, found=found, accept=found.append)
         self.tracewire_declared: Any = SimpleNamespace(plan=plan)
+        self.tracewire_drafted = DraftedTokens()
 
 
 def _state(computed: int, prompt: int) -> Any:
@@ -95,8 +107,12 @@ def test_tokens_are_given_in_steps_with_drafts_of_others() -> None:
     assert runner.serve_samples(drawn).tolist() == [[40, 41, -1], [8, -1, -1]]
     assert plan.found == []
     plan.drafted = True
+    drafts = {"a": [-1, -1], "b": [-1, -1]}
+    runner.tracewire_drafted.begin(["a", "b"], {"a": 3, "b": 3}, drafts, states, {"a"})
     runner.serve_samples(drawn)
     assert plan.found == [[2, 1]]
+    # One of the two drafts of `a` was taken.
+    assert runner.tracewire_drafted.computed("a", 12) == 11
 
 
 def test_the_last_row_of_each_request_is_served_of_a_step_with_drafts() -> None:

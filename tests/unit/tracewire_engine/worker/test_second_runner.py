@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.drafted_tokens import DraftedTokens
 from tracewire_engine.worker.second_runner import SecondRunner
 from tracewire_engine.worker.step_states import RequestState, StepStates
 
@@ -24,7 +25,10 @@ def _runner(computed: list[int], prompts: list[int], **known: RequestState) -> A
         num_computed_tokens_np=np.array(computed),
         prompt_len=SimpleNamespace(np=np.array(prompts)),
     )
-    return SimpleNamespace(req_states=states, tracewire_known=dict(known), tracewire_states=_no_states())
+    drafted, states_of = DraftedTokens(), _no_states()
+    return SimpleNamespace(
+        req_states=states, tracewire_known=dict(known), tracewire_states=states_of, tracewire_drafted=drafted
+    )
 
 
 def _no_states() -> StepStates:
@@ -74,7 +78,7 @@ class _Theirs(GPUModelRunner):
         self.said: list[Any] = []
         self.tracewire_serving = True
         self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, _no_states()
-        self.tracewire_ahead: list[Any] = []
+        self.tracewire_drafted = DraftedTokens()
         self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -206,17 +210,10 @@ def test_blocks_change_the_logits_and_then_the_samples(monkeypatch: pytest.Monke
     assert output.sampled_token_ids.tolist() == [[1], [1], [0]]
 
 
-def test_what_a_step_with_drafts_generates_is_known_when_it_has_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three drafts of `r0` two are taken, and `r1` has none. `r2` is not traced."""
-    monkeypatch.setattr(_Theirs, "sample", _sample, raising=False)
-    runner = _Sampling()
-    runner.tracewire_unwatched, runner.tracewire_preempted = True, None
-    runner.req_states = _runner([6, 8, 7], [5, 5, 5]).req_states
-    _step(runner, _new("r0"), _new("r1"), _new("r2", traced=False), drafted={"r0": 3, "r2": 3}, r0=4, r1=1, r2=4)
-    runner.sample(torch.zeros(3, 4), None, None)
-    # Two tokens came before the step of `r0`, and four before that of `r1`.
-    assert [runner.generated(name) for name in ("r0", "r1")] == [2 + 3, 4 + 1]
-    # A step without drafts of traced requests changes nothing.
-    _step(runner, drafted={"r2": 3}, r2=4)
-    runner.sample(torch.zeros(3, 4), None, None)
-    assert [runner.generated(name) for name in ("r0", "r1")] == [5, 5]
+def test_drafts_that_were_not_taken_are_not_counted() -> None:
+    """vLLM counts all three drafts of the step before as taken, of which one was."""
+    runner = _runner([9, 8], [5, 5], r0=RequestState(0, 0), r1=RequestState(0, 0))
+    runner.tracewire_drafted.begin(["r0"], {"r0": 4}, {"r0": [-1] * 3}, {"r0": RequestState(5, 5)}, {"r0"})
+    runner.tracewire_drafted.accept([2])
+    SecondRunner._note_states(runner, ["r1", "r0"], {"r0": 4, "r1": 1})
+    assert {name: one.num_computed_tokens for name, one in runner.tracewire_states.items()} == {"r0": 7, "r1": 8}

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.forward_context import BatchDescriptor
 
 from tracewire_engine.worker.declared.cuda_graphs import breakable_throughout, without_taps
 from tracewire_engine.worker.declared.hooks import DeclaredInterleaver
@@ -17,6 +18,8 @@ from tracewire_engine.worker.declared.tap_buffers import TapBuffers
 from tracewire_engine.worker.declared.tap_rows import serve_rows
 
 TAP = "model.model.layers.2.output"
+#: What tells graphs of several sizes apart, as vLLM has it.
+BATCH = BatchDescriptor(num_tokens=4)
 
 
 class Graph:
@@ -72,7 +75,7 @@ class Served:
 
     def run(self, mode: Any) -> None:
         self.context = SimpleNamespace(
-            batch_descriptor="4 requests", cudagraph_runtime_mode=mode, remove_padding=False, all_moe_layers=None
+            batch_descriptor=BATCH, cudagraph_runtime_mode=mode, remove_padding=False, all_moe_layers=None
         )
         self.model(torch.zeros(4, 8))
 
@@ -94,7 +97,7 @@ def test_a_graph_without_a_tap_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     served.run(served.mode.PIECEWISE)
     assert without_taps(served.model) == []
     served.run(served.mode.FULL)
-    assert without_taps(served.model) == ["CUDAGraphWrapper: 4 requests"]
+    assert without_taps(served.model) == [f"CUDAGraphWrapper: {BATCH}"]
 
 
 def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +126,23 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     served.interleaver.busy = True
     served.run(served.mode.FULL)
     served.interleaver.busy = False
-    monkeypatch.setattr(declared, "fits_buffers", lambda *, serving: False)
+    monkeypatch.setattr(declared, "fits_buffers", lambda tokens, *, serving: False)
     served.run(served.mode.FULL)
     assert len(served.replayed) == entered + 2
     assert launched.call_count == 1
+
+
+def test_a_graph_of_more_tokens_than_the_buffers_have_rows_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few of its tokens are of the step: there are no kernels in it."""
+    served = Served(monkeypatch)
+    declared = served.interleaver.declared
+    declared.buffers = TapBuffers([TAP], 4, 8, torch.float32, torch.device("cpu"), serve_rows)
+    asked = []
+    monkeypatch.setattr(declared, "fits_buffers", lambda tokens, *, serving: asked.append(tokens))
+    served.model = breakable_throughout(served.model, served.config, served.interleaver)
+    for _ in range(2):
+        served.run(served.mode.FULL)
+    assert asked == [4]
 
 
 def test_a_whole_graph_without_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +151,7 @@ def test_a_whole_graph_without_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
     served.interleaver.taps = frozenset()
     served.run(served.mode.FULL)
-    assert without_taps(served.model) == ["BreakableCUDAGraphWrapper: 4 requests", "TwoGraphs: 4 requests"]
+    assert without_taps(served.model) == [f"BreakableCUDAGraphWrapper: {BATCH}", f"TwoGraphs: {BATCH}"]
 
 
 def test_without_the_kernel_there_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,15 +53,17 @@ def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypa
     manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
     desc = SimpleNamespace(num_tokens=2)
     monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
-    serving = SimpleNamespace(has_kernels=True, fits_whole_graph=lambda: True, run_whole=lambda whole, broken: whole())
+    serving = SimpleNamespace(
+        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda whole, broken: whole()
+    )
     tap_graphs(manager, serving)
     manager.tracewire_whole = _Any(SimpleNamespace(replay=lambda: said.append("whole")))
     manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
     assert manager.run_fullgraph(desc) == [1, 2]
-    serving.fits_whole_graph = lambda: False
+    serving.fits_whole_graph = lambda tokens: False
     manager.run_fullgraph(desc)
     # Until it is proven, a step runs by both, and the one that breaks is the last.
-    serving.fits_whole_graph = lambda: True
+    serving.fits_whole_graph = lambda tokens: tokens == 2
     serving.run_whole = lambda whole, broken: (whole(), broken())
     manager.run_fullgraph(desc)
     assert said == ["whole", "broken", "whole", "broken"]

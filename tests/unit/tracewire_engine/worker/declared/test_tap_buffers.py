@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tracewire_engine.worker.blocks.live_params import LiveRuns
 from tracewire_engine.worker.declared import plan as plan_module
 from tracewire_engine.worker.declared.ops import Declaration, Op
 from tracewire_engine.worker.declared.plan import DeclaredRequests
-from tracewire_engine.worker.declared.tap_buffers import TapBuffers, VectorPool, made_buffers
+from tracewire_engine.worker.declared.tap_buffers import TapBuffers, VectorPool, graph_rows, made_buffers
 from tracewire_engine.worker.declared.tap_rows import serve_rows
 
 TAPS = [f"layer.{layer}.output" for layer in range(LAYERS)]
@@ -62,6 +63,16 @@ def test_steps_by_kernels_give_what_a_loop_over_requests_gives() -> None:
         declared = DeclaredRequests(CPU)
         declared.buffers = buffers()
         served += play(seed, declared)
+    assert served > 40
+
+
+def test_steps_with_drafts_are_served_by_kernels_too() -> None:
+    """Each row as if it were a step, reads of those rows that the model took."""
+    served = 0
+    for seed in range(40):
+        declared = DeclaredRequests(CPU)
+        declared.buffers = buffers()
+        served += play(seed, declared, drafts=3)
     assert served > 40
 
 
@@ -141,6 +152,42 @@ def test_conditions_on_no_probe_are_served_by_kernels(recorded: bool) -> None:
         play_later(seed, declared, steps=45, arrivals=0.02, make=conditional)
     assert restricted > (8 if recorded else 100)
     assert bool(graphs.made) is recorded
+
+
+def drafted_step(*, kernels: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What a step with drafts comes to whose reads and edits have conditions: the streams, and the reads."""
+    tokens = When(tokens=[[1], [2, 1]])
+    some = [(Steer("", VECTOR, when=tokens), [1]), (Probe("a", "", when=tokens), [1]), (Probe("b", ""), [2])]
+    every = [(Probe("a", "", when=When(every=2)), [1]), (Steer("", -VECTOR, when=When(start=3, stop=5)), [1])]
+    declared = declared_of(some, every, [(LogitLens("c", "", top_k=2), [1])])
+    states = {name: SimpleNamespace(num_computed_tokens=7, num_prompt_tokens=5) for name in declared.live}
+    drafts = {"r0": [-1] * 3, "r1": [-1] * 2}
+    counts = {"r0": 4, "r1": 3, "r2": 1}
+    ids = torch.tensor([1, 2, 1, 1, 2, 3, 1, 2], dtype=torch.int32)
+    declared.ids = lambda: ids
+    declared.begin(list(counts), counts, 8, states, drafts)
+    generator = torch.Generator().manual_seed(0)
+    streams = [torch.randn(12, HIDDEN, generator=generator) for _ in TAPS]
+    assert declared.fits_buffers(12, serving=True)
+    for tap, stream in zip(TAPS, streams, strict=True):
+        if kernels:
+            declared.buffers.launch(tap, stream)
+        elif tap in declared.hooks:
+            declared.hooks[tap].run(stream)
+    if not kernels:
+        declared.plan.buffered = declared.plan.unread = False
+    declared.plan.accept([3, 1, 1])
+    layout, _, flat = declared.collect(lambda rows: rows @ HEAD.T)
+    # A token each that the model has taken: three of the first, and one of the others.
+    assert [entry.index for entry in layout.entries] == [3, 4, 5, 3, 3]
+    return streams, flat
+
+
+def test_conditions_in_a_step_with_drafts_are_those_of_each_row() -> None:
+    (mine, read), (other, known) = (drafted_step(kernels=kernels) for kernels in (True, False))
+    for stream, same in zip(mine, other, strict=True):
+        assert torch.equal(stream, same)
+    assert torch.equal(read, known)
 
 
 FITS = {
@@ -267,6 +314,42 @@ def test_locations_without_a_kernel_and_long_steps_break_the_graph() -> None:
     declared.buffers.launch(TAPS[0], torch.zeros(32, HIDDEN))
     declared = declared_of(FITS["a probe"])
     assert declared.fits_buffers(serving=True)
+    # One of fewer tokens is padded to a graph without kernels. Without interventions it needs none.
+    assert declared.fits_buffers(64, serving=True)
+    assert not declared.fits_buffers(65, serving=True)
+    assert declared.fits_buffers(65, serving=False)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 5, 16, 200])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 4, 7])
+def test_buffers_have_a_row_for_each_token_of_a_graph_for_requests_that_generate(requests: int, drafts: int) -> None:
+    """Of the graphs that vLLM's first runner captures, which rounds their sizes to whole requests."""
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    for sizes in ([1, 2, 4, 8, 16, 24, 32, 40, 48], [1, 2, 4, 8], [8], [1, 2, 4, *range(8, 513, 8)]):
+        compilation = CompilationConfig(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1], cudagraph_mode=CUDAGraphMode.FULL
+        )
+        tokens = 1 + drafts
+        config = SimpleNamespace(
+            compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=requests),
+            num_speculative_tokens=drafts,
+            speculative_config=None,
+            lora_config=None,
+        )
+        rows = graph_rows(config)
+        assert rows <= sizes[-1]
+        adjust = compilation.adjust_cudagraph_sizes_for_spec_decode
+        # vLLM 0.25 asks for the number of ranks, too.
+        adjust(tokens, *[1] * (len(inspect.signature(adjust).parameters) - 1))
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        dispatcher = CudagraphDispatcher(config)
+        dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, tokens)
+        captured = {batch.num_tokens for batch in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]}
+        assert bool(captured) == (min(compilation.cudagraph_capture_sizes) <= requests * tokens)
+        assert max(captured, default=0) <= rows
 
 
 def test_more_vectors_than_the_pool_holds_break_the_graph() -> None:
@@ -314,7 +397,11 @@ def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
     declared = declared_of([(Probe("a", ""), [1])])
     declared.buffers = made
     assert not declared.fits_buffers(serving=True)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        num_speculative_tokens=0,
+    )
     assert made_buffers(TAPS, config, CPU, sums=True, sharded=lambda _: False) is None
     # A model whose step cannot run twice.
     config.model_config = SimpleNamespace(is_hybrid=True)
