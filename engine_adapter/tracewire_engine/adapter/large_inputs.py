@@ -8,7 +8,6 @@ the trace's own blob and compared it with the digest: who knows no more than a d
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import input_path
 
 from .engine_api import Carrier, Rejection
-from .shared_file import SharedFile
+from .shared_file import SharedFile, written_whole
 
 __all__ = ["Inputs"]
 
@@ -112,13 +111,10 @@ class Inputs:
             raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
 
     async def _fetch(self, trace: str, field: str, ref: ArrayRef, path: Path) -> None:
-        def owned(name: str, flags: int) -> int:
-            return os.open(name, flags, 0o600)
-
         try:
-            async with await anyio.open_file(path, "wb", opener=owned) as out:
+            with written_whole(path) as out:
                 async for chunk in self._blobs.chunks(trace, ref):
-                    await out.write(chunk)
+                    await anyio.to_thread.run_sync(out.write, chunk)
         except BlobMissing as error:
             raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
         except OSError as error:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import anyio
 
 from .engine_api import Carrier
 
-__all__ = ["SharedFile"]
+__all__ = ["SharedFile", "written_whole"]
 
 #: How long to wait for the workers to drop a file, in seconds. A file that they keep only costs memory.
 DROP_S = 10.0
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file for writing that is at `path`, with all that was written, when the context is left without an error.
+
+    A worker looks into the folders of all adapters of its engine, so it could read a file that another adapter writes.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            yield out
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 class SharedFile:

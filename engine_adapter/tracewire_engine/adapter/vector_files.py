@@ -8,7 +8,6 @@ the reference. The adapter keeps files within a budget, and removes none that a 
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.input_files import vector_path
 
 from .engine_api import Carrier, Rejection
-from .shared_file import SharedFile
+from .shared_file import SharedFile, written_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,7 +139,7 @@ def _write(path: Path, field: str, array: np.ndarray[Any, Any]) -> None:
         OSError: it cannot be written.
     """
     check_content(array, field)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+    with written_whole(path) as out:
         out.write(raw_bytes(array))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tracewire_bus.wire.refs import ArrayRef
 
-__all__ = ["InputFolder", "input_path", "vector_path"]
+__all__ = ["InputFolder", "input_path", "used_file", "vector_path"]
+
+_T = TypeVar("_T")
 
 
 class InputFolder(Protocol):
@@ -26,3 +29,21 @@ def input_path(folder: InputFolder, ref: ArrayRef) -> Path:
 def vector_path(folder: InputFolder, ref: ArrayRef) -> Path:
     """The file in `folder` that holds the elements of a vector of declared interventions."""
     return folder / ref.blob
+
+
+def used_file(find: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
+    """What `use` makes of the file at the path that `find` returns.
+
+    Several adapters of an engine may hold the same file. Each removes its own when no trace of its own needs it, so a
+    file that is removed meanwhile is looked for again.
+
+    Raises:
+        Exception: what `use` raises, if no adapter holds the file.
+    """
+    while True:
+        path = find()
+        try:
+            return use(path)
+        except Exception:
+            if path.exists() or find() == path:
+                raise

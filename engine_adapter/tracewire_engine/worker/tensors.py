@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.protocol.input_files import InputFolder, input_path
+from tracewire_engine.protocol.input_files import InputFolder, input_path, used_file
 
 __all__ = ["to_tensors"]
 
@@ -30,6 +30,10 @@ def _tensor(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).reshape(array.shape).to(device)
 
 
+def _bytes_of(path: Path, size: int) -> torch.Tensor:
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
 def _mapped(ref: ArrayRef, device: torch.device, folder: InputFolder) -> torch.Tensor:
     """A tensor over the file of a large array, mapped copy-on-write: pages are read, and copied, as they are needed."""
     dtype = _torch_dtype(ref.dtype)
@@ -37,7 +41,7 @@ def _mapped(ref: ArrayRef, device: torch.device, folder: InputFolder) -> torch.T
     if isinstance(path, torch.Tensor):
         flat = path
     else:
-        flat = torch.from_file(str(path), shared=False, size=ref.nbytes, dtype=torch.uint8)
+        flat = used_file(lambda: input_path(folder, ref), lambda found: _bytes_of(found, ref.nbytes))
     return flat.view(dtype).reshape(ref.shape).to(device)
 
 

@@ -7,7 +7,6 @@ without attention, or has operations inside them served: attention reads and wri
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from nnsight.intervention.source import install_source
 from tracewire_engine.link.described_objects import described
 from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
+from tracewire_engine.protocol.input_files import used_file
 from tracewire_engine.worker.parallel.rank_agreement import is_parallel
 from tracewire_engine.worker.parallel.topology import OtherStage
 
@@ -188,8 +188,11 @@ class ModelAnswers:
         """The bytes of the file of a large variable."""
         if not _INPUT.fullmatch(name):
             raise ValueError(f"no large variable has the name {name!r}")
-        path = str(self.inputs / name)
-        return torch.from_file(path, shared=False, size=os.stat(path).st_size, dtype=torch.uint8)
+
+        def mapped(path: Path) -> torch.Tensor:
+            return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+        return used_file(lambda: self.inputs / name, mapped)
 
     def _module(self, given: Any) -> Any:
         """A module of the model that a block passes to another one, by its path."""

@@ -13,7 +13,7 @@ import torch
 from tracewire_bus.wire.arrays import array_from_raw
 from tracewire_bus.wire.codec import digest_bytes
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.protocol.input_files import InputFolder, vector_path
+from tracewire_engine.protocol.input_files import InputFolder, used_file, vector_path
 from tracewire_engine.worker.tensors import to_tensors
 
 from .autoencoder_store import AutoencoderStore
@@ -66,7 +66,8 @@ class VectorCache:
             OSError: `value` refers to a vector whose file is not there.
         """
         if isinstance(value, ArrayRef):
-            return array_from_raw(value.dtype, value.shape, vector_path(self.folder, value).read_bytes())
+            raw = used_file(lambda: vector_path(self.folder, value), Path.read_bytes)
+            return array_from_raw(value.dtype, value.shape, raw)
         return np.asarray(value)
 
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from tracewire_engine.adapter import shared_file
-from tracewire_engine.adapter.shared_file import SharedFile
+from tracewire_engine.adapter.shared_file import SharedFile, written_whole
 
 
 class _Workers:
@@ -63,3 +63,23 @@ async def test_workers_that_hang_hold_nobody(tmp_path: Path, monkeypatch: pytest
     await file.carry()
     await file.drop()
     assert workers.told[-1] == ("drop", "one")
+
+
+def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    with written_whole(path) as out:
+        out.write(b"half ")
+        out.flush()
+        assert not path.exists()
+        out.write(b"whole")
+    assert path.read_bytes() == b"half whole"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    path.write_bytes(b"as it was")
+    with pytest.raises(OSError, match="full"), written_whole(path) as out:
+        out.write(b"half ")
+        raise OSError("full")
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("one", b"as it was")]
