@@ -29,7 +29,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,12 @@ METHODS = {
     "second": ["eagle", "eagle+ahead", "eagle3+ahead"],
 }
 #: What the traces ask for.
-TAPS = ["model.layers.*.output", "model.layers.*.mlp.output", "model.layers.*.self_attn.o_proj.input"]
+TAPS = [
+    "model.embed_tokens.output",
+    "model.layers.*.output",
+    "model.layers.*.mlp.output",
+    "model.layers.*.self_attn.o_proj.input",
+]
 #: The name of the eager engine.
 EAGER = "eager"
 #: Behind a method's name: with asynchronous scheduling.
@@ -246,6 +251,15 @@ async def on(name: str, options: argparse.Namespace, folder: Path) -> tuple[Foun
         return found, await counted(client, model)
 
 
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in an exception group and the groups in it; another error by itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
+
+
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """All of it."""
     methods = options.method or METHODS[options.model_runner]
@@ -261,7 +275,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             try:
                 came[name] = await anyio.to_thread.run_sync(anyio.run, *work, limiter=limit)
             except Exception as error:
-                came[name] = f"{type(error).__name__}: {error}"
+                came[name] = "; ".join(f"{type(one).__name__}: {one}" for one in _leaves(error))
                 print(f"{name}: {came[name]}", file=sys.stderr)
 
         async with anyio.create_task_group() as group:
