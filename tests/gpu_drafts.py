@@ -43,7 +43,7 @@ from tests.support.blocks import parallel as blocks
 from tests.support.draft_models import drafting_model
 from tests.support.drafted_kinds import DRAFTED
 from tests.support.parallel.layouts import served
-from tests.support.runners import planning_ahead
+from tests.support.runners import interpreted, planning_ahead
 from tests.support.speculation import GREEDY, NGRAM, text
 from tracewire import Client, Model
 from tracewire_engine.launch.engine_builder import versions
@@ -240,8 +240,10 @@ async def on(name: str, options: argparse.Namespace, folder: Path) -> tuple[Foun
         given += ["--speculative-config", json.dumps(options.configs[method])]
         given += ["--async-scheduling" if ahead else "--no-async-scheduling"]
         given += [] if options.eager else [option for tap in TAPS for option in ("--tap", tap)]
-    # On a CPU vLLM has asynchronous scheduling in tests only.
+    # On a CPU vLLM has asynchronous scheduling and its second runner in tests only.
     environment = planning_ahead() if options.eager else {}
+    if options.eager and options.model_runner == "second":
+        environment |= interpreted()
     async with served(folder, *given, cores="auto", environment=environment) as engine, engine.client() as client:
         model = await client.models.get("demo", timeout=60)
         print(f"{name}: ready", file=sys.stderr)
