@@ -126,8 +126,12 @@ def with_signature(final: bytes, signature: bytes) -> bytes:
 def without_signature(final: bytes, signature: bytes) -> bytes | None:
     """An encoded final as it was signed; None if this is not its signature."""
     encoded = _encoder.encode(signature)
-    # Exactly once: somebody else's bytes may repeat it.
-    return final.replace(encoded, _EMPTY) if signature and final.count(encoded) == 1 else None
+    if not signature:
+        return None
+    if final.endswith(encoded):
+        return final[: -len(encoded)] + _EMPTY
+    # A later version may write fields behind it. Exactly once: somebody else's bytes may repeat it.
+    return final.replace(encoded, _EMPTY) if final.count(encoded) == 1 else None
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

@@ -85,3 +85,11 @@ def test_a_final_is_found_without_its_signature() -> None:
         assert without_signature(signed, signature) == final
         assert without_signature(signed, signature[1:]) is None
     assert without_signature(final, b"") is None
+
+
+def test_a_final_with_fields_of_a_later_version_is_found_without_its_signature() -> None:
+    """They stand behind the signature. Bytes that repeat the signature make nothing of it."""
+    final = encode(Final(attempt=1, seq=0, status="finished"))
+    signature = b"s" * 64
+    assert without_signature(with_signature(final, signature) + b"\x07", signature) == final + b"\x07"
+    assert without_signature(with_signature(final, signature) * 2 + b"\x07", signature) is None
