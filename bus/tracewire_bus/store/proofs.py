@@ -17,15 +17,16 @@ __all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause
 
 _encoder = msgspec.msgpack.Encoder()
 
-#: So many turns of the event loop without another submission end a round. A task that waits for what another one has
-#: got goes on up to two turns later.
-_EMPTY_TURNS: Final = 4
+#: So many turns of the event loop without another submission end a round: of a process that has signed several at
+#: once before, and of one that has not.
+_EMPTY_TURNS: Final = 16
+_EMPTY_TURNS_ALONE: Final = 2
 
 
-async def _gather(texts: list[bytes]) -> None:
+async def _gather(texts: list[bytes], most_empty: int) -> None:
     """Let the event loop turn for as long as that brings texts."""
     seen, empty = len(texts), 0
-    while empty < _EMPTY_TURNS and len(texts) < MOST_AT_ONCE:
+    while empty < most_empty and len(texts) < MOST_AT_ONCE:
         await anyio.lowlevel.checkpoint()
         empty = empty + 1 if len(texts) == seen else 0
         seen = len(texts)
@@ -81,6 +82,8 @@ class Proofs:
         self._prefix = prefix
         #: The submissions that are signed next.
         self._round: _Round | None = None
+        #: Whether the last signature covered several.
+        self._several = False
 
     def on(self, prefix: str) -> Proofs:
         """The same for the bus of this prefix."""
@@ -89,8 +92,10 @@ class Proofs:
     async def submission(self, model: str, trace: str, data: bytes) -> bytes:
         """An encoded submission behind its signature.
 
-        One signature covers those of successive turns of the event loop. A round ends when `_EMPTY_TURNS` turns have
-        brought none, or when it is full. No call sleeps: a busy loop does much in a turn.
+        One signature covers those of successive turns of the event loop. A round ends when it is full, or when some
+        turns have brought none: two if the round before had one submission, `_EMPTY_TURNS` if it had several. No
+        call sleeps: a busy loop does its other work in these turns. Traces that are signed together also begin and end
+        together, so that fewer signatures cover their finals, and fewer round trips carry their events.
         """
         if self.signer is None:
             return data
@@ -104,11 +109,12 @@ class Proofs:
         else:
             mine = self._round = _Round(text)
             try:
-                await _gather(mine.texts)
+                await _gather(mine.texts, _EMPTY_TURNS if self._several else _EMPTY_TURNS_ALONE)
             finally:
                 # Also if this call is cancelled: others wait for the signature.
                 if self._round is mine:
                     self._round = None
+                self._several = len(mine.texts) > 1
                 signature, digests = found = self.signer.sign(mine.texts)
                 for one in mine.waiting:
                     if not one.done():

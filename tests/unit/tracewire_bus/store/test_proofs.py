@@ -99,6 +99,36 @@ async def test_submissions_of_successive_turns_have_one_signature_and_none_waits
     assert list(signatures.values()).count(signatures["later"]) == 1
 
 
+async def test_a_process_that_has_signed_several_at_once_lets_some_turns_bring_none(tmp_path: Path) -> None:
+    proofs = Proofs(Identities(tmp_path).signer("alice"), prefix="tw")
+
+    async def together(turns: int) -> bool:
+        """Whether two submissions, the second of them so many turns later, have one signature."""
+        signatures: list[bytes] = []
+
+        async def submit(turns: int) -> None:
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            envelope, _ = unwrap(await proofs.submission("m", "t", b"x"))
+            assert envelope is not None
+            signatures.append(envelope.signature)
+
+        async with anyio.create_task_group() as group:
+            for number in (0, turns):
+                group.start_soon(submit, number)
+        return signatures[0] == signatures[1]
+
+    # The first two of a process, and two after a round of one, are apart by a few turns.
+    assert not await together(5)
+    assert not await together(5)
+    assert await together(0)
+    assert await together(5)
+    assert await together(5)
+    # A round of one ends that.
+    assert not await together(100)
+    assert not await together(5)
+
+
 @pytest.mark.parametrize("cancelled", ["first", "second"])
 async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path, cancelled: str) -> None:
     keys = Identities(tmp_path)
