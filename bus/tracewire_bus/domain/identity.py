@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -23,9 +22,10 @@ from tracewire_bus.wire.signing import (
     SIGNATURE_BYTES,
     Envelope,
     Kind,
-    covering_text,
     encode_envelope,
+    is_among,
     joint_digests,
+    joint_text,
     signed_text,
     with_signature,
     without_signature,
@@ -162,10 +162,10 @@ class Signer:
 
     def sign(self, texts: Sequence[bytes]) -> tuple[bytes, bytes]:
         """Sign up to `MOST_AT_ONCE` texts at once. Returns the signature, and the digests that belong to it."""
-        digests = joint_digests(texts) if len(texts) > 1 else b""
-        text = covering_text(texts[0], digests)
-        assert text is not None
-        return self._key.sign(text), digests
+        if len(texts) == 1:
+            return self._key.sign(texts[0]), b""
+        digests = joint_digests(texts)
+        return self._key.sign(joint_text(digests)), digests
 
     def _envelope(self, kind: Kind, prefix: str, model: str, trace: str, content: bytes) -> Envelope:
         bare, text = self.unsigned(kind, prefix, model, trace, content)
@@ -383,6 +383,9 @@ def _private(raw: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(raw)
 
 
+#: How many signatures of several messages a process remembers as verified.
+_REMEMBERED: Final = 1024
+
 _known: dict[str, Ed25519PublicKey] = {}
 
 
@@ -397,12 +400,24 @@ def _public(text: str) -> Ed25519PublicKey:
     return found
 
 
+#: By signature, the key and the digests of those signatures of several messages that were verified last: such a
+#: signature comes with each of its messages.
+_verified: dict[bytes, tuple[str, bytes]] = {}
+
+
 def _verifies(public: str, signature: bytes, text: bytes, digests: bytes) -> bool:
-    covering = covering_text(text, digests)
-    if covering is None:
+    if not digests:
+        return _is_of(public, signature, text)
+    if not is_among(text, digests):
         return False
-    # A signature of several messages comes with each of them.
-    return _is_known(public, signature, covering) if digests else _is_of(public, signature, covering)
+    if _verified.get(signature) == (public, digests):
+        return True
+    if not _is_of(public, signature, joint_text(digests)):
+        return False
+    if len(_verified) >= _REMEMBERED:
+        _verified.clear()
+    _verified[signature] = public, digests
+    return True
 
 
 def _is_of(public: str, signature: bytes, text: bytes) -> bool:
@@ -413,6 +428,3 @@ def _is_of(public: str, signature: bytes, text: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-_is_known = lru_cache(maxsize=1024)(_is_of)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-import anyio
 import anyio.lowlevel
 import msgspec
 
 from tracewire_bus.domain.identity import Signer, signed, verify_final
+from tracewire_bus.transport.loops import Future, running_loop
 from tracewire_bus.wire.messages import Final as FinalEvent
 from tracewire_bus.wire.signing import MOST_AT_ONCE, Kind, wrap
 
@@ -17,8 +17,19 @@ __all__ = ["Proofs", "cancel_content", "change_content", "drain_content", "pause
 
 _encoder = msgspec.msgpack.Encoder()
 
-#: How long a process that has just signed several submissions at once waits for more of them, in seconds.
-_GATHER_S: Final = 3e-3
+#: So many turns of the event loop without another submission end a round: of a process that has signed several at
+#: once before, and of one that has not.
+_EMPTY_TURNS: Final = 16
+_EMPTY_TURNS_ALONE: Final = 2
+
+
+async def _gather(texts: list[bytes], most_empty: int) -> None:
+    """Let the event loop turn for as long as that brings texts."""
+    seen, empty = len(texts), 0
+    while empty < most_empty and len(texts) < MOST_AT_ONCE:
+        await anyio.lowlevel.checkpoint()
+        empty = empty + 1 if len(texts) == seen else 0
+        seen = len(texts)
 
 
 def change_content(author: bytes, values: bytes) -> bytes:
@@ -47,13 +58,13 @@ def drain_content(by: str, within_s: float | None) -> bytes:
 
 
 class _Round:
-    """Texts that are signed at once."""
+    """Texts that are signed at once. All but the first have somebody who waits for the signature and its digests."""
 
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-        self.signature = self.digests = b""
-        self.full = anyio.Event()
-        self.done = anyio.Event()
+    __slots__ = ("texts", "waiting")
+
+    def __init__(self, first: bytes) -> None:
+        self.texts = [first]
+        self.waiting: list[Future[tuple[bytes, bytes]]] = []
 
 
 class Proofs:
@@ -71,8 +82,8 @@ class Proofs:
         self._prefix = prefix
         #: The submissions that are signed next.
         self._round: _Round | None = None
-        #: How many the last signature covered.
-        self._covered = 0
+        #: Whether the last signature covered several.
+        self._several = False
 
     def on(self, prefix: str) -> Proofs:
         """The same for the bus of this prefix."""
@@ -81,9 +92,10 @@ class Proofs:
     async def submission(self, model: str, trace: str, data: bytes) -> bytes:
         """An encoded submission behind its signature.
 
-        One signature covers those of one turn of the event loop. If the last signature covered several, the next one
-        covers those that come within `_GATHER_S` of the first. The traces that are gathered so also run, and end,
-        together, so that fewer signatures cover their finals, and fewer round trips carry them.
+        One signature covers those of successive turns of the event loop. A round ends when it is full, or when some
+        turns have brought none: two if the round before had one submission, `_EMPTY_TURNS` if it had several. No
+        call sleeps: a busy loop does its other work in these turns. Traces that are signed together also begin and end
+        together, so that fewer signatures cover their finals, and fewer round trips carry their events.
         """
         if self.signer is None:
             return data
@@ -91,29 +103,23 @@ class Proofs:
         mine = self._round
         if mine is not None and len(mine.texts) < MOST_AT_ONCE:
             mine.texts.append(text)
-            if len(mine.texts) == MOST_AT_ONCE:
-                mine.full.set()
-            await mine.done.wait()
+            own: Future[tuple[bytes, bytes]] = running_loop().create_future()
+            mine.waiting.append(own)
+            signature, digests = await own
         else:
-            mine = self._round = _Round()
-            mine.texts.append(text)
+            mine = self._round = _Round(text)
             try:
-                await self._gather(mine)
+                await _gather(mine.texts, _EMPTY_TURNS if self._several else _EMPTY_TURNS_ALONE)
             finally:
                 # Also if this call is cancelled: others wait for the signature.
                 if self._round is mine:
                     self._round = None
-                mine.signature, mine.digests = self.signer.sign(mine.texts)
-                self._covered = len(mine.texts)
-                mine.done.set()
-        return wrap(signed(bare, mine.signature, mine.digests), data)
-
-    async def _gather(self, mine: _Round) -> None:
-        """Wait until a round of submissions is to be signed."""
-        await anyio.lowlevel.checkpoint()
-        if self._covered > 1 and not mine.full.is_set():
-            with anyio.move_on_after(_GATHER_S):
-                await mine.full.wait()
+                self._several = len(mine.texts) > 1
+                signature, digests = found = self.signer.sign(mine.texts)
+                for one in mine.waiting:
+                    if not one.done():
+                        one.set_result(found)
+        return wrap(signed(bare, signature, digests), data)
 
     def finals(self, finals: Sequence[tuple[str, bytes]]) -> list[bytes]:
         """The encoded finals of these traces with their signatures."""

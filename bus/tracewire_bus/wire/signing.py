@@ -29,10 +29,11 @@ __all__ = [
     "SIGNATURE_BYTES",
     "Envelope",
     "Kind",
-    "covering_text",
     "decode_envelope",
     "encode_envelope",
+    "is_among",
     "joint_digests",
+    "joint_text",
     "signed_text",
     "unwrap",
     "with_signature",
@@ -101,17 +102,20 @@ def joint_digests(texts: Sequence[bytes]) -> bytes:
     return b"".join(blake2b(text, digest_size=_DIGEST).digest() for text in texts)
 
 
-def covering_text(text: bytes, digests: bytes) -> bytes | None:
-    """What a signature with these digests must be of to cover `text`; None if `text` is not among them."""
-    if not digests:
-        return text
+def joint_text(digests: bytes) -> bytes:
+    """What a signature of the messages with these digests is of."""
+    return _JOINT_TEXT + digests
+
+
+def is_among(text: bytes, digests: bytes) -> bool:
+    """Whether the digest of a signed text is among the digests of up to `MOST_AT_ONCE`."""
     if len(digests) % _DIGEST or len(digests) > MOST_AT_ONCE * _DIGEST:
-        return None
+        return False
     own = blake2b(text, digest_size=_DIGEST).digest()
     at = digests.find(own)
     while at % _DIGEST and at >= 0:
         at = digests.find(own, at + 1)
-    return None if at < 0 else _JOINT_TEXT + digests
+    return at >= 0
 
 
 def with_signature(final: bytes, signature: bytes) -> bytes:
@@ -122,8 +126,12 @@ def with_signature(final: bytes, signature: bytes) -> bytes:
 def without_signature(final: bytes, signature: bytes) -> bytes | None:
     """An encoded final as it was signed; None if this is not its signature."""
     encoded = _encoder.encode(signature)
-    # Exactly once: somebody else's bytes may repeat it.
-    return final.replace(encoded, _EMPTY) if signature and final.count(encoded) == 1 else None
+    if not signature:
+        return None
+    if final.endswith(encoded):
+        return final[: -len(encoded)] + _EMPTY
+    # A later version may write fields behind it. Exactly once: somebody else's bytes may repeat it.
+    return final.replace(encoded, _EMPTY) if final.count(encoded) == 1 else None
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

@@ -27,6 +27,7 @@ from tracewire_bus.wire.codec import encode, schema_text
 from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Ablate, Block, Edit, Helper, Invoke, Submission
 from tracewire_bus.wire.packing import pack
+from tracewire_bus.wire.signing import MOST_AT_ONCE, Envelope, unwrap, wrap
 from tracewire_engine.adapter.code_policy import CodePolicy
 
 UNSIGNED = "this engine accepts only what a key of its keyring has signed (--unsigned refuse: as the test has set it)"
@@ -106,6 +107,51 @@ async def test_an_altered_submission_is_refused_and_not_decoded(keys: Identities
             error = await refusal(client, trace)
             assert (error.type, error.field) == ("SignatureRefused", "signature"), trace
         assert (await client.trace("tiny", "valid", max_tokens=2).result()).token_ids
+
+
+@with_engine
+async def test_a_submission_is_not_moved_into_what_was_signed_together(keys: Identities, bus: Bus) -> None:
+    proofs = Proofs(keys.signer("alice"), prefix=bus.keys.prefix)
+
+    async def together(*traces: str) -> dict[str, tuple[Envelope, bytes]]:
+        made: dict[str, tuple[Envelope, bytes]] = {}
+
+        async def sign(trace: str) -> None:
+            envelope, content = unwrap(await proofs.submission("tiny", trace, encode(submission(trace))))
+            assert envelope is not None
+            made[trace] = envelope, content
+
+        async with anyio.create_task_group() as group:
+            for trace in traces:
+                group.start_soon(sign, trace)
+        assert len({envelope.signature for envelope, _ in made.values()}) == 1
+        return made
+
+    first, second = await together("a", "b", "c", "d", "e", "f", "g"), await together("x", "y")
+    async with keys.client(bus, "alice") as client:
+        # The engine knows the signatures of both by then.
+        for trace, (envelope, content) in {"a": first["a"], "x": second["x"]}.items():
+            await put(bus, trace, wrap(envelope, content))
+            assert (await client.subscribe(trace).result()).token_ids
+        foreign, other = second["y"][0], encode(submission("e", invokes=[Invoke(prompt="valid"), Invoke(prompt="x")]))
+        for trace, wrong in {
+            "b": {"signature": foreign.signature, "digests": foreign.digests},
+            "c": {"digests": first["c"][0].digests + foreign.digests},
+            "d": {"digests": first["d"][0].digests * MOST_AT_ONCE},
+            "e": {},
+            "f": {"key": "bob"},
+            "g": {"nonce": first["a"][0].nonce},
+        }.items():
+            envelope, content = first[trace]
+            await put(bus, trace, wrap(msgspec.structs.replace(envelope, **wrong), content if wrong else other))
+            error = await refusal(client, trace)
+            assert (error.type, error.field) == ("SignatureRefused", "signature"), trace
+        # One that nobody has touched runs, and once only.
+        await put(bus, "y", wrap(*second["y"]))
+        assert (await client.subscribe("y").result()).token_ids
+        await bus.command("DEL", bus.keys.record("y"), bus.keys.events("y"), bus.keys.submitted("tiny", "y"))
+        await put(bus, "y", wrap(*second["y"]))
+        assert "was replayed" in (await refusal(client, "y")).message
 
 
 @with_engine

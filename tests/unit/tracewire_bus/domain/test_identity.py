@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.identities import Identities
+from tracewire_bus.domain import identity
 from tracewire_bus.domain.identity import (
     Key,
     KeyFileError,
@@ -18,11 +19,12 @@ from tracewire_bus.domain.identity import (
     Signer,
     acting_for,
     new_key,
+    signed,
     verify_final,
 )
 from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.messages import Final
-from tracewire_bus.wire.signing import MOST_AT_ONCE, Envelope, unwrap
+from tracewire_bus.wire.signing import MOST_AT_ONCE, Envelope, Kind, joint_digests, joint_text, unwrap
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def keys(tmp_path: Path) -> Identities:
     return Identities(tmp_path)
 
 
-def signed(keys: Identities, id: str = "alice") -> Envelope:
+def alone(keys: Identities, id: str = "alice") -> Envelope:
     envelope, _ = unwrap(keys.signer(id).wrapped("submit", "tw", "m", "t", b"content"))
     assert envelope is not None
     return envelope
@@ -41,7 +43,7 @@ def verify(keys: Identities, envelope: Envelope, *, ring: Keyring | None = None,
 
 
 def test_a_signature_is_of_its_key(keys: Identities) -> None:
-    key = verify(keys, signed(keys))
+    key = verify(keys, alone(keys))
     assert (key.id, key.tenant, key.may("code"), key.may("operate")) == ("alice", "red", True, False)
     key.demand("code")
     with pytest.raises(SignatureRefused, match="key 'alice' of tenant 'red' has no right 'operate'"):
@@ -51,11 +53,11 @@ def test_a_signature_is_of_its_key(keys: Identities) -> None:
 @pytest.mark.parametrize("changed", [("edit", "tw", "m", "t", b"content"), ("submit", "tw", "m", "u", b"content")])
 def test_one_of_something_else_is_refused(keys: Identities, changed: Any) -> None:
     with pytest.raises(SignatureRefused, match="is of another trace"):
-        keys.ring.verify(signed(keys), *changed)
+        keys.ring.verify(alone(keys), *changed)
 
 
 def test_a_forged_one_is_refused(keys: Identities) -> None:
-    ours = signed(keys)
+    ours = alone(keys)
     for forged in (
         msgspec.structs.replace(ours, key="bob"),
         msgspec.structs.replace(ours, expires=ours.expires + 1),
@@ -70,8 +72,85 @@ def test_a_forged_one_is_refused(keys: Identities) -> None:
         verify(keys, msgspec.structs.replace(ours, key="nobody"))
 
 
+def together(keys: Identities, traces: list[str], kind: Kind = "submit") -> dict[str, Envelope]:
+    """What alice signs at once for these traces."""
+    signer = keys.signer("alice")
+    bare, texts = zip(*(signer.unsigned(kind, "tw", "m", trace, b"content") for trace in traces), strict=True)
+    found = signer.sign(texts)
+    return {trace: signed(one, *found) for trace, one in zip(traces, bare, strict=True)}
+
+
+def test_a_signature_of_several_is_of_each_and_of_nothing_else(keys: Identities) -> None:
+    first, second = together(keys, ["t", "u"]), together(keys, ["t", "v"])
+    ours = first["t"]
+    # Each is verified as the first that comes, and again as one whose signature is remembered.
+    for _ in range(2):
+        assert verify(keys, ours).id == "alice"
+        foreign = joint_digests([b"another text"])
+        for why, wrong in {
+            "moved into another burst": {"signature": second["t"].signature, "digests": second["t"].digests},
+            "with another burst's digests": {"digests": second["t"].digests},
+            "with another burst's signature": {"signature": second["t"].signature},
+            "with a digest more": {"digests": ours.digests + foreign},
+            "with a digest less": {"digests": ours.digests[:32]},
+            "with the digests in another order": {"digests": ours.digests[32:] + ours.digests[:32]},
+            "with a digest cut": {"digests": ours.digests[:-1]},
+            "with more digests than may be": {"digests": ours.digests + foreign * (MOST_AT_ONCE - 1)},
+            "as one of its own": {"digests": b""},
+            "under another nonce": {"nonce": first["u"].nonce},
+            "valid for longer": {"expires": ours.expires + 1},
+            "by another key": {"key": "bob"},
+            "for another tenant": {"tenant": "blue"},
+        }.items():
+            with pytest.raises(SignatureRefused, match="the signature is not of key"):
+                verify(keys, msgspec.structs.replace(ours, **wrong))
+                pytest.fail(why)
+        for other in (
+            ("edit", "tw", "m", "t", b"content"),
+            ("submit", "tx", "m", "t", b"content"),
+            ("submit", "tw", "n", "t", b"content"),
+            ("submit", "tw", "m", "u", b"content"),
+            ("submit", "tw", "m", "t", b"contents"),
+        ):
+            with pytest.raises(SignatureRefused, match="the signature is not of key 'alice'"):
+                keys.ring.verify(ours, *other)  # type: ignore[arg-type]
+
+
+def test_one_that_several_digests_cover_is_no_signature_of_its_own(keys: Identities) -> None:
+    """Nor can what a signature of several covers be passed off as a message."""
+    ours = together(keys, ["t", "u"])["t"]
+    forged = msgspec.structs.replace(ours, digests=joint_digests([joint_text(ours.digests)]))
+    with pytest.raises(SignatureRefused, match="the signature is not of key 'alice'"):
+        verify(keys, forged)
+
+
+def test_a_key_that_is_revoked_loses_what_was_verified_before(keys: Identities) -> None:
+    both = together(keys, ["t", "u"])
+    verify(keys, both["t"])
+    known = keys.ring.listed()
+    keys.ring.write([msgspec.structs.replace(key, revoked=1.0) if key.id == "alice" else key for key in known])
+    with pytest.raises(SignatureRefused, match="key 'alice' was revoked"):
+        keys.ring.verify(both["u"], "submit", "tw", "m", "u", b"content")
+
+
+def test_a_signature_of_several_is_verified_once_and_few_are_remembered(
+    keys: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[bytes] = []
+    is_of = identity._is_of
+    monkeypatch.setattr(identity, "_is_of", lambda *given: checks.append(given[1]) or is_of(*given))
+    monkeypatch.setattr(identity, "_verified", {})
+    monkeypatch.setattr(identity, "_REMEMBERED", 2)
+    bursts = [together(keys, ["t", "u", "v"]) for _ in range(4)]
+    for burst in bursts:
+        for trace, envelope in burst.items():
+            keys.ring.verify(envelope, "submit", "tw", "m", trace, b"content")
+        assert len(identity._verified) <= 2
+    assert checks == [burst["t"].signature for burst in bursts]
+
+
 def test_a_signature_expires_by_the_time_at_which_it_came(keys: Identities) -> None:
-    ours = signed(keys)
+    ours = alone(keys)
     later = ours.expires + 3600
     with pytest.raises(SignatureRefused, match="had expired 3600 s before"):
         verify(keys, ours, at=later)
@@ -81,12 +160,12 @@ def test_a_signature_expires_by_the_time_at_which_it_came(keys: Identities) -> N
 def test_one_that_is_valid_for_ever_is_refused(keys: Identities, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tracewire_bus.domain.identity._LIFETIMES", {"submit": 10**9})
     with pytest.raises(SignatureRefused, match="valid for more than"):
-        verify(keys, signed(keys))
+        verify(keys, alone(keys))
 
 
 def test_the_keyring_is_read_again_when_it_changes(keys: Identities) -> None:
     ring = Keyring(keys.ring.path)
-    ours = signed(keys)
+    ours = alone(keys)
     verify(keys, ours, ring=ring)
     changed = {key.id: key for key in keys.ring.listed()}
     for field, value, says in (
@@ -105,25 +184,25 @@ def test_the_keyring_is_read_again_when_it_changes(keys: Identities) -> None:
 def test_a_keyring_that_cannot_be_read_accepts_nobody_and_says_so(keys: Identities) -> None:
     ring, told = Keyring(keys.ring.path), []
     ring.on_error = told.append
-    verify(keys, signed(keys), ring=ring)
+    verify(keys, alone(keys), ring=ring)
     keys.ring.path.write_text("{")
     with pytest.raises(SignatureRefused, match="no key 'alice' is known here"):
-        verify(keys, signed(keys), ring=ring)
+        verify(keys, alone(keys), ring=ring)
     assert len(told) == 1
     keys.ring.path.unlink()
     with pytest.raises(SignatureRefused, match="no key"):
-        verify(keys, signed(keys), ring=ring)
+        verify(keys, alone(keys), ring=ring)
 
 
 def test_a_key_acts_for_others_if_it_may(keys: Identities) -> None:
     token = acting_for.set("green")
     try:
-        assert verify(keys, signed(keys, "door")).tenant == "green"
+        assert verify(keys, alone(keys, "door")).tenant == "green"
         with pytest.raises(SignatureRefused, match="key 'alice' of tenant 'red' has no right 'delegate'"):
-            verify(keys, signed(keys))
+            verify(keys, alone(keys))
     finally:
         acting_for.reset(token)
-    assert verify(keys, signed(keys, "door")).tenant == "ops"
+    assert verify(keys, alone(keys, "door")).tenant == "ops"
 
 
 def test_the_private_key_is_its_user_s_alone(keys: Identities) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from tests.support.identities import Identities
@@ -70,52 +72,87 @@ async def test_submissions_of_one_turn_have_one_signature(tmp_path: Path, count:
     assert len(signatures) == -(-count // MOST_AT_ONCE)
 
 
-async def test_a_process_that_signs_several_at_once_gathers_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tracewire_bus.store.proofs._GATHER_S", 60.0)
+async def test_submissions_of_successive_turns_have_one_signature_and_none_waits_for_a_time(tmp_path: Path) -> None:
     keys = Identities(tmp_path)
     proofs = Proofs(keys.signer("alice"), prefix="tw")
-    made: list[bytes] = []
+    made: list[str] = []
+    signatures: dict[str, bytes] = {}
 
-    async def submit(trace: str) -> None:
-        made.append(await proofs.submission("m", trace, b"x"))
-
-    # One alone waits for nobody, nor does one after it.
-    with anyio.fail_after(30):
-        await submit("first")
-        await submit("second")
-        async with anyio.create_task_group() as group:
-            for trace in ("a", "b"):
-                group.start_soon(submit, trace)
-        async with anyio.create_task_group() as group:
-            group.start_soon(submit, "t0")
-            await anyio.wait_all_tasks_blocked()
-            assert len(made) == 4
-            # It is signed as soon as a signature can cover no more.
-            for number in range(1, MOST_AT_ONCE):
-                group.start_soon(submit, f"t{number}")
-    envelopes = [unwrap(data)[0] for data in made[4:]]
-    assert len(envelopes) == MOST_AT_ONCE
-    assert len({one.signature for one in envelopes if one is not None}) == 1
-
-
-async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path) -> None:
-    keys = Identities(tmp_path)
-    proofs = Proofs(keys.signer("alice"), prefix="tw")
-    made: list[bytes] = []
-
-    async def submit() -> None:
-        made.append(await proofs.submission("m", "t", b"x"))
+    async def submit(trace: str, turns: int = 0) -> None:
+        for _ in range(turns):
+            await anyio.lowlevel.checkpoint()
+        envelope, _ = unwrap(await proofs.submission("m", trace, b"x"))
+        assert envelope is not None
+        made.append(trace)
+        signatures[trace] = envelope.signature
 
     async with anyio.create_task_group() as group:
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            group.start_soon(submit)
-            await proofs.submission("m", "u", b"y")
-    envelope, content = unwrap(made[0])
-    assert envelope is not None
-    assert keys.ring.verify(envelope, "submit", "tw", "m", "t", content).id == "alice"
+        for number in range(MOST_AT_ONCE + 4):
+            group.start_soon(submit, f"t{number}", number)
+        # Everything is signed while the loop only turns: no task sleeps.
+        for _ in range(2 * MOST_AT_ONCE):
+            await anyio.lowlevel.checkpoint()
+        assert len(made) == MOST_AT_ONCE + 4
+    assert sorted(Counter(signatures.values()).values()) == [4, MOST_AT_ONCE]
+    # A round that is over takes no more.
+    await submit("later")
+    assert list(signatures.values()).count(signatures["later"]) == 1
+
+
+async def test_a_process_that_has_signed_several_at_once_lets_some_turns_bring_none(tmp_path: Path) -> None:
+    proofs = Proofs(Identities(tmp_path).signer("alice"), prefix="tw")
+
+    async def together(turns: int) -> bool:
+        """Whether two submissions, the second of them so many turns later, have one signature."""
+        signatures: list[bytes] = []
+
+        async def submit(turns: int) -> None:
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            envelope, _ = unwrap(await proofs.submission("m", "t", b"x"))
+            assert envelope is not None
+            signatures.append(envelope.signature)
+
+        async with anyio.create_task_group() as group:
+            for number in (0, turns):
+                group.start_soon(submit, number)
+        return signatures[0] == signatures[1]
+
+    # The first two of a process, and two after a round of one, are apart by a few turns.
+    assert not await together(5)
+    assert not await together(5)
+    assert await together(0)
+    assert await together(5)
+    assert await together(5)
+    # A round of one ends that.
+    assert not await together(100)
+    assert not await together(5)
+
+
+@pytest.mark.parametrize("cancelled", ["first", "second"])
+async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path, cancelled: str) -> None:
+    keys = Identities(tmp_path)
+    proofs = Proofs(keys.signer("alice"), prefix="tw")
+    made: dict[str, bytes] = {}
+
+    async def submit(trace: str) -> None:
+        with anyio.CancelScope() as scopes[trace]:
+            made[trace] = await proofs.submission("m", trace, b"x")
+
+    scopes: dict[str, anyio.CancelScope] = {}
+    traces = {"first", "second", "third"}
+    async with anyio.create_task_group() as group:
+        for trace in sorted(traces):
+            group.start_soon(submit, trace)
+        while len(scopes) < 3:
+            await anyio.lowlevel.checkpoint()
+        assert not made
+        scopes[cancelled].cancel()
+    assert set(made) == traces - {cancelled}
+    for trace, data in made.items():
+        envelope, content = unwrap(data)
+        assert envelope is not None
+        assert keys.ring.verify(envelope, "submit", "tw", "m", trace, content).id == "alice"
 
 
 async def test_without_a_key_a_submission_stays_as_it_is() -> None:

@@ -9,10 +9,11 @@ from tracewire_bus.wire.messages import Final, Invoke, Submission
 from tracewire_bus.wire.signing import (
     MOST_AT_ONCE,
     Envelope,
-    covering_text,
     decode_envelope,
     encode_envelope,
+    is_among,
     joint_digests,
+    joint_text,
     signed_text,
     unwrap,
     with_signature,
@@ -61,17 +62,17 @@ def test_everything_that_a_signature_is_for_is_covered() -> None:
 
 def test_a_signature_of_several_messages_covers_these_and_no_other() -> None:
     digests = joint_digests(TEXTS[:2])
-    covering = covering_text(TEXTS[0], digests)
-    assert covering is not None
-    assert covering == covering_text(TEXTS[1], digests)
-    assert covering_text(TEXTS[2], digests) is None
+    assert is_among(TEXTS[0], digests)
+    assert is_among(TEXTS[1], digests)
+    assert not is_among(TEXTS[2], digests)
     # It is never what a signature of one message is of.
-    assert covering[0] != TEXTS[0][0]
-    assert covering_text(TEXTS[0], b"") == TEXTS[0]
-    # Digests that lie across two others, cut ones and too many are none.
-    assert covering_text(TEXTS[0], b"x" * 16 + digests + b"x" * 16) is None
-    assert covering_text(TEXTS[0], digests[:-1]) is None
-    assert covering_text(TEXTS[0], digests * MOST_AT_ONCE) is None
+    assert joint_text(digests)[0] != TEXTS[0][0]
+    assert joint_text(digests) != joint_text(digests[::-1])
+    # No digests have nothing, nor do digests that lie across two others, cut ones and too many.
+    assert not is_among(TEXTS[0], b"")
+    assert not is_among(TEXTS[0], b"x" * 16 + digests + b"x" * 16)
+    assert not is_among(TEXTS[0], digests[:-1])
+    assert not is_among(TEXTS[0], digests * MOST_AT_ONCE)
 
 
 def test_a_final_is_found_without_its_signature() -> None:
@@ -84,3 +85,11 @@ def test_a_final_is_found_without_its_signature() -> None:
         assert without_signature(signed, signature) == final
         assert without_signature(signed, signature[1:]) is None
     assert without_signature(final, b"") is None
+
+
+def test_a_final_with_fields_of_a_later_version_is_found_without_its_signature() -> None:
+    """They stand behind the signature. Bytes that repeat the signature make nothing of it."""
+    final = encode(Final(attempt=1, seq=0, status="finished"))
+    signature = b"s" * 64
+    assert without_signature(with_signature(final, signature) + b"\x07", signature) == final + b"\x07"
+    assert without_signature(with_signature(final, signature) * 2 + b"\x07", signature) is None
