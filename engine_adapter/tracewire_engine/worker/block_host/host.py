@@ -22,6 +22,7 @@ from tracewire_engine.protocol.block_host import (
 )
 from tracewire_engine.protocol.keys import BLOCK_ARG
 
+from .host_load import HostLoad
 from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
 from .rows import NoRoom, SharedRows, StepRows
@@ -132,10 +133,13 @@ class BlockHost:
         process: the host's.
         kind: whose traces it may take, and whether they only read: a tenant's name, and whether the model goes on
             without waiting. `None`: it is one trace's alone.
+        like: another host of its kind, if there is one.
     """
 
-    def __init__(self, process: HostProcess, kind: tuple[str, bool] | None) -> None:
+    def __init__(self, process: HostProcess, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> None:
         self.process, self.kind = process, kind
+        #: How much its blocks have to do in a step.
+        self.load: HostLoad = HostLoad(None if like is None else like.load)
         self.traces: dict[str, HostedTrace] = {}
         #: The requests of its traces by the adapter's id and the choice, as records name them; and the traces by the
         #: names of their shared values' records.
@@ -201,6 +205,10 @@ class BlockHost:
         """Take the name of the records of values that a trace's blocks share."""
         trace.shared_names.add(name)
         self.shared_names[name] = trace
+
+    def reads_of_traces(self) -> list[frozenset[str] | None]:
+        """Of each of its traces, the locations that its blocks may ask for; `None` for one that may write."""
+        return [trace.reads for trace in list(self.traces.values())]
 
     def _join_reads(self) -> None:
         found = [trace.reads for trace in self.traces.values()]
@@ -354,6 +362,11 @@ class BlockHost:
             self.taken, self.owes_since = turns, time.monotonic()
         given = self.process.given
         given.returned = max(given.returned, min(mark, given.taken))
+
+    def worked(self, used_us: int) -> None:
+        """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing."""
+        if used_us and self.kind is not None:
+            self.load.measured(used_us, self.reads_of_traces())
 
     def owes(self, seconds: float) -> bool:
         """Whether the host has not taken a turn for this long, although it was sent one."""
