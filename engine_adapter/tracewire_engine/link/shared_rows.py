@@ -81,12 +81,20 @@ class RowBytes:
         Raises:
             SharedValueError: there is no such tensor.
         """
+        return self.lend(shape).clone()
+
+    def lend(self, shape: Shape) -> torch.Tensor:
+        """A tensor in this memory, which the other process may change at any time: the caller copies it, once.
+
+        Raises:
+            SharedValueError: there is no such tensor.
+        """
         size, dtype = _size_of(shape), _DTYPES[shape.dtype]
         if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
             raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
         if not size:
             return torch.empty(shape.shape, dtype=dtype)
-        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape)
 
     def check_apart(self, shapes: Sequence[Shape]) -> None:
         """Check that tensors that another process has written lie apart: copies of them take no more than this memory.

@@ -23,7 +23,6 @@ from tracewire_engine.protocol.block_host import (
 from tracewire_engine.protocol.keys import BLOCK_ARG
 
 from .host_load import HostLoad
-from .late_copies import LateCopies, LateRows
 from .pool import HostProcess
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import HostRows, HostShare, Reading
@@ -77,7 +76,7 @@ class HostedTrace:
 class LateTurn:
     """A turn of a host that is sent later, and its rows, which may be on their way from a GPU."""
 
-    def __init__(self, host: BlockHost, turn: Turn, late: list[LateRows | HostRows]) -> None:
+    def __init__(self, host: BlockHost, turn: Turn, late: list[HostRows]) -> None:
         self.host, self._turn, self._late = host, turn, late
         #: Since when it waits.
         self.since = time.monotonic()
@@ -178,7 +177,7 @@ class BlockHost:
         self._names = self._passed = 0
         #: Rows of the next turn that are on their way from a GPU; how many turns had to wait for theirs, which the
         #: model's thread counts; and how many of these were sent.
-        self._late: list[LateRows | HostRows] = []
+        self._late: list[HostRows] = []
         self.late_turns = self.late_sent = 0
 
     # --- its traces ---------------------------------------------------------------------------------------------------
@@ -268,26 +267,6 @@ class BlockHost:
             return after == 0
         self.waits[location] = after - 1
         return False
-
-    def reach(
-        self, location: str, value: Any, passed: Any, *, by_request: bool, copies: LateCopies | None = None
-    ) -> None:
-        """Share its traces' rows at a location (see `SharedRows`).
-
-        Raises:
-            NoRoom: the host has not read enough of what was shared before.
-            SharedValueError: the value cannot be shared.
-        """
-        assert self.rows is not None
-        inside = f".{SOURCE}." in location
-        given = self.process.given
-        shared = SharedRows(value, self.rows, given, by_request=by_request, rows_only=inside, copies=copies)
-        self._late += shared.late
-        before = passed[self._passed :].tobytes()
-        self._events.append(Reached(location, shared.shared, before, by_request))
-        # The host counts the location itself.
-        self._passed = len(passed) + 1
-        self.shared = shared
 
     def read(self, share: HostShare, readings: list[Reading], passed: Any) -> None:
         """Tell it its traces' rows of what the step has reached.

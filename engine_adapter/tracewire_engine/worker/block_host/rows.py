@@ -10,10 +10,8 @@ import torch
 from nnsight.intervention.source import NO_SKIP
 from nnsight.util import apply
 
-from tracewire_engine.link.shared_rows import RowBytes, RowMemory, SharedValueError, pack_value, unpack_value
-from tracewire_engine.protocol.block_host import Reply, Shape, Shared
-
-from .late_copies import LateCopies, LateRows
+from tracewire_engine.link.shared_rows import RowBytes, SharedValueError, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import Reply, Shape
 
 __all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans", "Withheld"]
 
@@ -104,63 +102,40 @@ class Withheld:
 
 
 class SharedRows:
-    """One value that the model has reached, as one trace's host gets it."""
+    """A value that the model has reached, of which one trace's host has rows.
 
-    def __init__(
-        self,
-        value: Any,
-        rows: StepRows,
-        memory: RowMemory | None,
-        *,
-        by_request: bool,
-        rows_only: bool = False,
-        copies: LateCopies | None = None,
-    ) -> None:
-        """Copy the trace's rows of `value` to `memory`; with `copies`, begin to copy those of a GPU.
+    Args:
+        value: the model's.
+        rows: where the host's rows lie.
+        by_request: as in `Reached`.
+        rows_only: whether tensors without rows were withheld (see `StagedStep.reach`).
 
-        Without a memory nothing is copied: another rank has shared the rows, and this one takes what blocks leave. With
-        `rows_only`, tensors that have no row of each request are not shared: nobody knows what is in them.
+    Raises:
+        SharedValueError: the value cannot be shared.
+    """
 
-        Raises:
-            NoRoom: the memory is full.
-            SharedValueError: the value cannot be shared.
-        """
+    def __init__(self, value: Any, rows: StepRows, *, by_request: bool, rows_only: bool = False) -> None:
         self._rows, self._by_request = rows, by_request
         self._tensors: list[torch.Tensor] = []
         self._others: list[Any] = []
-        self._memory, self._copies = memory, copies
-        #: Rows that are on their way to `memory`.
-        self.late: list[LateRows] = []
         given = apply(value, self._with_rows, torch.Tensor) if rows_only else value
-        self.shared: Shared = pack_value(given, self._write, self._other)
+        self._shapes: list[Shape] = pack_value(given, self._note, self._other).tensors
 
     def _with_rows(self, tensor: torch.Tensor) -> Any:
-        has_rows = self._rows.of(tensor, by_request=self._by_request) is not None
+        has_rows = self._rows.place_of(tensor, by_request=self._by_request) is not None
         return tensor if has_rows else Withheld()
 
-    def _write(self, tensor: torch.Tensor) -> Shape:
-        place = self._rows.of(tensor, by_request=self._by_request)
-        shape = list(tensor.shape)
-        if place is not None:
-            shape[place[0]] = sum(size for _, size in place[1])
-        found = str(tensor.dtype).removeprefix("torch."), tuple(shape)
+    def _note(self, tensor: torch.Tensor) -> Shape:
         self._tensors.append(tensor)
-        if self._memory is None:
-            return Shape(*found, 0)
-        size = tensor.element_size()
-        for length in shape:
-            size *= length
-        start = self._memory.room(size)
-        if start is None:
-            raise NoRoom
-        if self._copies is not None and size:
-            self.late.append(self._copies.rows(tensor, place, start))
-        elif place is None:
-            self._memory.write(tensor, start)
-        else:
-            pieces = [tensor.narrow(place[0], first, count) for first, count in place[1]]
-            self._memory.write(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=place[0]), start)
-        return Shape(*found, start)
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(self._shape_of(tensor)), 0)
+
+    def _shape_of(self, tensor: torch.Tensor) -> list[int]:
+        """The shape of the host's rows of a tensor."""
+        shape = list(tensor.shape)
+        place = self._rows.place_of(tensor, by_request=self._by_request)
+        if place is not None:
+            shape[place[0]] = self._rows.count(by_request=place[1])
+        return shape
 
     def _other(self, value: Any) -> Any:
         if value is NO_SKIP:
@@ -183,8 +158,11 @@ class SharedRows:
         for index, shape in reply.edited:
             if not 0 <= index < len(self._tensors):
                 raise SharedValueError(f"the value has no tensor {index}")
-            tensor = self._tensors[index]
-            self._put(tensor, self._taken(index, shape, memory))
+            wanted = self._shapes[index]
+            if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
+                raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")
+            # The one copy: what the host writes there later changes nothing.
+            self._put(self._tensors[index], memory.lend(shape))
 
     def replace(self, value: Any, reply: Reply, memory: RowBytes, fresh: dict[int, torch.Tensor]) -> Any:
         """The model's value with the rows that blocks have assigned.
@@ -212,13 +190,11 @@ class SharedRows:
 
     def _merged(self, value: Any, given: Any, fresh: dict[int, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            place = self._rows.of(value, by_request=self._by_request)
-            if place is None:
+            if self._rows.place_of(value, by_request=self._by_request) is None:
                 return value
             if not isinstance(given, torch.Tensor):
                 raise SharedValueError(f"a tensor is replaced by {type(given).__name__}")
-            shape = list(value.shape)
-            shape[place[0]] = sum(size for _, size in place[1])
+            shape = self._shape_of(value)
             if list(given.shape) != shape or given.dtype != value.dtype:
                 raise SharedValueError(f"rows {tuple(shape)} of {value.dtype} are replaced by others")
             if id(value) not in fresh:
@@ -235,12 +211,6 @@ class SharedRows:
                 raise SharedValueError("a dict is replaced by one of other keys")
             return {key: self._merged(one, given[key], fresh) for key, one in value.items()}
         return value
-
-    def _taken(self, index: int, shape: Shape, memory: RowBytes) -> torch.Tensor:
-        wanted = self.shared.tensors[index]
-        if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
-            raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")
-        return memory.read(shape)
 
     def _put(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
         place = self._rows.of(tensor, by_request=self._by_request)

@@ -1,4 +1,4 @@
-"""Brings what a step reaches to the hosts whose blocks only read, without a wait of the model.
+"""Brings what a step reaches to the hosts of blocks. The model does not wait for the hosts whose blocks only read.
 
 A value is copied once for all of these hosts: on a GPU to pinned memory, while the model goes on. When the step ends,
 each host gets its rows of all values with one message, and values of one form are copied to its memory together.

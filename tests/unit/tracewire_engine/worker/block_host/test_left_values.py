@@ -22,7 +22,7 @@ def left(owner: str, value: torch.Tensor, row: int, **reply: Any) -> Left[str]:
     if "replaced" in shapes:
         found.replaced = Shared([0, 0], [shapes["replaced"]])
     rows = StepRows([(row, 1)], [row], 4, 4)
-    return Left(owner, SharedRows(value, rows, None, by_request=False), found, RowBytes(copies.bytes()))
+    return Left(owner, SharedRows(value, rows, by_request=False), found, RowBytes(copies.bytes()))
 
 
 def test_all_rows_are_put_in() -> None:
