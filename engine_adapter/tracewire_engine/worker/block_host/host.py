@@ -11,12 +11,10 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.protocol.block_host import (
-    SOURCE,
     Arrived,
     Began,
     Ended,
     Event,
-    Reached,
     Reply,
     Turn,
 )

@@ -11,6 +11,7 @@ from nnsight.intervention.source import NO_SKIP
 
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.worker.block_host.left_values import Left, merged
 from tracewire_engine.worker.block_host.rows import SharedRows, StepRows
 from tracewire_engine.worker.block_host.staged_step import StagedStep
 
@@ -28,6 +29,13 @@ def given(value: Any, **how: bool) -> Any:
     (event,), rows = found
     rows.arrive(memory)
     return unpack_value(event.value, lambda _, shape: memory.read(shape), lambda other: other)
+
+
+def write_back(shared: SharedRows, reply: Reply, memory: RowMemory) -> None:
+    failed: list[Exception] = []
+    merged(None, [Left("host", shared, reply, memory)], lambda _, error: failed.append(error))
+    if failed:
+        raise failed[0]
 
 
 def sent(tensor: torch.Tensor) -> tuple[Shape, RowMemory]:
@@ -55,7 +63,7 @@ def test_rows_changed_in_place_change_no_others() -> None:
     tokens = torch.zeros(5, 2)
     shared = SharedRows((tokens,), ROWS, by_request=False)
     shape, memory = sent(torch.ones(3, 2))
-    shared.write_back(Reply(edited=[(0, shape)]), memory)
+    write_back(shared, Reply(edited=[(0, shape)]), memory)
     assert tokens[:, 0].tolist() == [1, 0, 0, 1, 1]
 
 
@@ -77,9 +85,9 @@ def test_rows_of_another_shape_are_refused(wrong: torch.Tensor) -> None:
     shared = SharedRows((tokens,), ROWS, by_request=False)
     shape, memory = sent(wrong)
     with pytest.raises(SharedValueError):
-        shared.write_back(Reply(edited=[(0, shape)]), memory)
+        write_back(shared, Reply(edited=[(0, shape)]), memory)
     with pytest.raises(SharedValueError):
-        shared.write_back(Reply(edited=[(1, shape)]), memory)
+        write_back(shared, Reply(edited=[(1, shape)]), memory)
     for skeleton in ([1, [0, 0]], 5, [1, None], [3, ["a", [0, 0]]]):
         with pytest.raises(SharedValueError):
             shared.replace((tokens,), Reply(replaced=Shared(skeleton, [shape])), memory, {})
@@ -90,7 +98,7 @@ def test_what_belongs_to_no_request_is_not_changed() -> None:
     table = torch.zeros(7)
     shared = SharedRows(table, ROWS, by_request=False)
     shape, memory = sent(torch.ones(7))
-    shared.write_back(Reply(edited=[(0, shape)]), memory)
+    write_back(shared, Reply(edited=[(0, shape)]), memory)
     assert table.sum() == 0
 
 
@@ -115,7 +123,7 @@ def test_a_tensor_is_changed_once_and_tensors_lie_apart() -> None:
     shape, memory = sent(torch.ones(3, 2))
     for edited in ([(0, shape), (0, shape)], [(0, shape), (1, shape)]):
         with pytest.raises(SharedValueError):
-            shared.write_back(Reply(edited=edited), memory)
+            write_back(shared, Reply(edited=edited), memory)
     with pytest.raises(SharedValueError, match="share their memory"):
         shared.replace((tokens, others), Reply(replaced=Shared([1, [0, 0], [0, 1]], [shape, shape])), memory, {})
     assert tokens.sum() + others.sum() == 0

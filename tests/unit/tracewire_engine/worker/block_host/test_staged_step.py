@@ -13,6 +13,7 @@ from tests.support.hosted_model import HostedModel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
 from tracewire_engine.protocol.block_host import Reached
 from tracewire_engine.worker.block_host import hosted_blocks, staged_step
+from tracewire_engine.worker.block_host.row_buffer import RowBuffer
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep
 
@@ -129,7 +130,7 @@ def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.Mon
 
 
 def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_step._Buffer, "_free", {})
+    monkeypatch.setattr(RowBuffer, "_free", {})
     step = staged(VALUES[:1])
     buffer, memory = step._buffers[0], RowMemory.create(1 << 16)
     shares = [step.share_of("one"), step.share_of("other")]
@@ -140,7 +141,7 @@ def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.Monke
         late.append(found[1])
     step.leave()
     for rows in late:
-        assert staged_step._Buffer._free == {}
+        assert RowBuffer._free == {}
         rows.arrive(memory)
     assert staged(VALUES[:1])._buffers[0] is buffer
 
@@ -197,7 +198,9 @@ def test_a_value_that_cannot_be_shared_costs_the_hosts_that_read_it(monkeypatch:
 
 def test_turns_whose_rows_come_late_are_sent_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagedStep, "done", property(lambda step: False))
-    reads = "hidden = [].save()\nfor step in tracer.iter[:]:\n    hidden.append(model.model.layers[1].output[0].clone())\n"
+    reads = (
+        "hidden = [].save()\nfor step in tracer.iter[:]:\n    hidden.append(model.model.layers[1].output[0].clone())\n"
+    )
     writes = reads + "    model.model.layers[2].output[0][:] = 0\n"
     caches = "cache = tracer.cache(modules=[model.model.layers[0]])\n" + writes
     model = HostedModel()
