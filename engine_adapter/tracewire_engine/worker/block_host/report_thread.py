@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm.tracewire")
 _reports = msgspec.msgpack.Decoder(HostReport)
 
 #: What the decoding and the checks of a report raise.
-_NO_REPORT = (msgspec.DecodeError, RecursionError, UntrustedReport)
+_NO_REPORT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UntrustedReport)
 
 #: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
