@@ -147,7 +147,8 @@ class StagedStep:
         kept, count = tensor, 1
         if place is not None:
             low, high = self._bounds[place[1]]
-            kept, count = tensor.narrow(place[0], low, high - low), high - low
+            count = high - low
+            kept = tensor if count == tensor.shape[place[0]] else tensor.narrow(place[0], low, count)
         size = kept.nbytes
         if not self._buffers or self._next + size > self._buffers[-1].size:
             wanted = max(size, 2 * self.size, min(self._expected, MOST_KEPT))
