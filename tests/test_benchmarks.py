@@ -376,11 +376,13 @@ def test_hosts() -> None:
 
 
 def test_host_steps() -> None:
-    found = figures("host_steps", "--traces", "12", "--steps", "5", "--rounds", "1")
-    assert found.keys() == {"1", "2"}
+    found = figures("host_steps", "--traces", "40", "--steps", "5", "--rounds", "1", "--parts", "5")
+    assert found.keys() == {f"{way}, 40, {hosts}" for way in ("reads", "writes") for hosts in (1, 2)}
     for one in found.values():
-        above_zero(one, "to_plain", "least", "most")
+        above_zero(one, "to_plain", "least", "most", "hosts")
         assert one["least"] <= one["to_plain"] <= one["most"]
+        assert len(one["parts"]) == 5
+    assert [one["hosts"] for one in found.values()] == [1, 2, 1, 2]
 
 
 def test_starts() -> None:

@@ -77,15 +77,15 @@ class _Link:
             self._unsent.steps += report.steps
             self._unsent.finishes += report.finishes
 
-    def flush(self, turns: int, mark: int, *, replied: bool) -> None:
-        """Send what is to be reported, and how far this process is (see `Reported`).
+    def flush(self, turns: int, mark: int, *, replied: bool, used_us: int = 0) -> None:
+        """Send what is to be reported, how far this process is, and for how long it has worked (see `Reported`).
 
         If the worker was sent a reply, it knows how far this process is.
         """
         if replied and not (self._unsent.steps or self._unsent.finishes):
             return
         unsent, self._unsent = self._unsent, Reported()
-        unsent.turns, unsent.mark = turns, mark
+        unsent.turns, unsent.mark, unsent.used_us = turns, mark, used_us
         self._channel.send(_encode(unsent))
 
     def chunk(self, request: str, blob: str, number: int, data: memoryview) -> None:
@@ -158,14 +158,14 @@ class Driver:
     @torch.inference_mode()
     def run(self) -> None:
         """Take turns until the worker closes the connection."""
-        settings, turns, used, mark = self._settings, 0, 0.0, 0
+        settings, turns, used, mark, usual = self._settings, 0, 0.0, 0, False
         limit = _limit(settings, waits=False)
         while True:
             try:
                 turn = _turns.decode(self._calls.receive())
             except ChannelClosed:
                 return
-            began, ended = time.monotonic(), 0
+            began, ended, worked = time.monotonic(), 0, time.thread_time_ns()
             wanted = _limit(settings, waits=turn.waits)
             if wanted != limit:
                 limit = wanted
@@ -177,6 +177,7 @@ class Driver:
                 self._expect_unchanged(reply)
                 if isinstance(event, Began):
                     time_limit.limit_together(limit or None)
+                    usual = not event.new
                 self._take(event, reply)
                 ended += isinstance(event, Ended)
                 if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
@@ -184,13 +185,15 @@ class Driver:
                     self._link.flush(turns + ended, mark, replied=False)
             turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
+            used_us = (time.thread_time_ns() - worked) // (1000 * max(1, ended)) if usual else 0
             if not turn.waits:
                 self._expect_unchanged(reply)
             else:
                 session = self._session
+                reply.used_us = used_us
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
                 self._say(reply)
-            self._link.flush(turns, turn.mark, replied=turn.waits)
+            self._link.flush(turns, turn.mark, replied=turn.waits, used_us=used_us if ended else 0)
 
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:

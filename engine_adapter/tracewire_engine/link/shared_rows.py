@@ -68,6 +68,7 @@ class RowBytes:
 
     def __init__(self, data: torch.Tensor) -> None:
         self._bytes, self.size = data, data.numel()
+        self._array = data.numpy()
 
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> RowBytes:
@@ -81,12 +82,29 @@ class RowBytes:
         Raises:
             SharedValueError: there is no such tensor.
         """
-        size, dtype = _size_of(shape), _DTYPES[shape.dtype]
-        if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
-            raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
+        size, dtype = self.check(shape), _DTYPES[shape.dtype]
         if not size:
             return torch.empty(shape.shape, dtype=dtype)
         return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+
+    def check(self, shape: Shape) -> int:
+        """Check that a tensor lies in this memory. Returns how many bytes it takes.
+
+        Raises:
+            SharedValueError: there is no such tensor.
+        """
+        size = _size_of(shape)
+        if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
+            raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
+        return size
+
+    def rows(self, start: int, count: int, size: int) -> np.ndarray[Any, Any]:
+        """So many rows of `size` bytes each, from byte `start` on, which the other process may change at any time.
+
+        The caller has checked that they lie in this memory, and copies them, once.
+        """
+        found: np.ndarray[Any, Any] = self._array[start : start + count * size].reshape(count, size)
+        return found
 
     def check_apart(self, shapes: Sequence[Shape]) -> None:
         """Check that tensors that another process has written lie apart: copies of them take no more than this memory.
@@ -194,7 +212,7 @@ class RowMemory(RowBytes):
 
     def close(self) -> None:
         """Let go of the memory, once no tensor refers to it."""
-        del self._bytes
+        del self._bytes, self._array
         os.close(self.descriptor)
 
 

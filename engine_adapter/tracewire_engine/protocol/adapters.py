@@ -7,6 +7,7 @@ request, and of each run, says which adapter started it. A worker sends what it 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["adapter_of", "address_of", "name_prefix"]
@@ -19,6 +20,7 @@ def name_prefix(adapter: int) -> str:
     return f"a{adapter}t" if adapter else "t"
 
 
+@lru_cache(1 << 12)
 def adapter_of(name: str) -> int:
     """The number of the adapter that a request's or a run's name belongs to."""
     found = _NAME.match(name)

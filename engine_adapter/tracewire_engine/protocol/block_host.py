@@ -155,6 +155,10 @@ class Turn(msgspec.Struct, array_like=True):
     turns: int = 1
 
 
+#: A host's account of the time that it took, in microseconds.
+Used: TypeAlias = Annotated[int, Meta(ge=0, le=10**9)]
+
+
 class Wait(NamedTuple):
     """A location that a block waits for, and how often the model passes it before it does what the block asks."""
 
@@ -168,7 +172,8 @@ class Reply(msgspec.Struct, array_like=True, tag="reply"):
     `waits` are the locations at which the model must wait for the host, and `observed` those of which the host wants
     the rows. `begins` says that the model must also wait when the next step begins. `edited` has the tensors that
     blocks have changed in place, by their index in the value that was reached, and `replaced` the new value if a block
-    has assigned one.
+    has assigned one. `used_us` is the processor time that the turn took, in microseconds; 0 if it says nothing of other
+    steps, since a block was new.
     """
 
     waits: list[Wait] = []
@@ -176,6 +181,7 @@ class Reply(msgspec.Struct, array_like=True, tag="reply"):
     begins: bool = False
     edited: list[tuple[int, Shape]] = []
     replaced: Shared | None = None
+    used_us: Used = 0
 
 
 #: The attribute by which a host asks for the operations inside a module's forward (`Request`).
@@ -207,13 +213,15 @@ class Reported(msgspec.Struct, array_like=True, tag="reported"):
     """A host's report: the new saves of a step and the ends of requests.
 
     It follows each turn that is not replied to, and each turn of which there is something to report. `turns` says how
-    many turns the host has taken, and `mark` is that of the last of them.
+    many turns the host has taken, and `mark` is that of the last of them. `used_us` is that of `Reply`, for one of the
+    steps.
     """
 
     steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)] = []
     finishes: Annotated[list[FinishRecord], Meta(max_length=MOST_RECORDS)] = []
     turns: int = 0
     mark: int = 0
+    used_us: Used = 0
 
 
 class Chunk(msgspec.Struct, array_like=True, tag="chunk"):

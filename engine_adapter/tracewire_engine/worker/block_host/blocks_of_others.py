@@ -56,7 +56,6 @@ def with_edits(
         by_request: whether the value has one row for each request.
     """
     left = [
-        Left(edit, SharedRows(value, StepRows(*edit.rows), None, by_request=by_request), edit.reply, data)
-        for edit in edits
+        Left(edit, SharedRows(value, StepRows(*edit.rows), by_request=by_request), edit.reply, data) for edit in edits
     ]
     return merged(value, left, fail)

@@ -11,18 +11,16 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.protocol.block_host import (
-    SOURCE,
     Arrived,
     Began,
     Ended,
     Event,
-    Reached,
     Reply,
     Turn,
 )
 from tracewire_engine.protocol.keys import BLOCK_ARG
 
-from .late_copies import LateCopies, LateRows
+from .host_load import HostLoad
 from .pool import HostProcess
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import HostRows, HostShare, Reading
@@ -76,7 +74,7 @@ class HostedTrace:
 class LateTurn:
     """A turn of a host that is sent later, and its rows, which may be on their way from a GPU."""
 
-    def __init__(self, host: BlockHost, turn: Turn, late: list[LateRows | HostRows]) -> None:
+    def __init__(self, host: BlockHost, turn: Turn, late: list[HostRows]) -> None:
         self.host, self._turn, self._late = host, turn, late
         #: Since when it waits.
         self.since = time.monotonic()
@@ -132,10 +130,13 @@ class BlockHost:
         process: the host's.
         kind: whose traces it may take, and whether they only read: a tenant's name, and whether the model goes on
             without waiting. `None`: it is one trace's alone.
+        like: another host of its kind, if there is one.
     """
 
-    def __init__(self, process: HostProcess, kind: tuple[str, bool] | None) -> None:
+    def __init__(self, process: HostProcess, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> None:
         self.process, self.kind = process, kind
+        #: How much its blocks have to do in a step.
+        self.load: HostLoad = HostLoad(None if like is None else like.load)
         self.traces: dict[str, HostedTrace] = {}
         #: The requests of its traces by the adapter's id and the choice, as records name them; and the traces by the
         #: names of their shared values' records.
@@ -174,7 +175,7 @@ class BlockHost:
         self._names = self._passed = 0
         #: Rows of the next turn that are on their way from a GPU; how many turns had to wait for theirs, which the
         #: model's thread counts; and how many of these were sent.
-        self._late: list[LateRows | HostRows] = []
+        self._late: list[HostRows] = []
         self.late_turns = self.late_sent = 0
 
     # --- its traces ---------------------------------------------------------------------------------------------------
@@ -201,6 +202,10 @@ class BlockHost:
         """Take the name of the records of values that a trace's blocks share."""
         trace.shared_names.add(name)
         self.shared_names[name] = trace
+
+    def reads_of_traces(self) -> list[frozenset[str] | None]:
+        """Of each of its traces, the locations that its blocks may ask for; `None` for one that may write."""
+        return [trace.reads for trace in list(self.traces.values())]
 
     def _join_reads(self) -> None:
         found = [trace.reads for trace in self.traces.values()]
@@ -260,26 +265,6 @@ class BlockHost:
             return after == 0
         self.waits[location] = after - 1
         return False
-
-    def reach(
-        self, location: str, value: Any, passed: Any, *, by_request: bool, copies: LateCopies | None = None
-    ) -> None:
-        """Share its traces' rows at a location (see `SharedRows`).
-
-        Raises:
-            NoRoom: the host has not read enough of what was shared before.
-            SharedValueError: the value cannot be shared.
-        """
-        assert self.rows is not None
-        inside = f".{SOURCE}." in location
-        given = self.process.given
-        shared = SharedRows(value, self.rows, given, by_request=by_request, rows_only=inside, copies=copies)
-        self._late += shared.late
-        before = passed[self._passed :].tobytes()
-        self._events.append(Reached(location, shared.shared, before, by_request))
-        # The host counts the location itself.
-        self._passed = len(passed) + 1
-        self.shared = shared
 
     def read(self, share: HostShare, readings: list[Reading], passed: Any) -> None:
         """Tell it its traces' rows of what the step has reached.
@@ -354,6 +339,11 @@ class BlockHost:
             self.taken, self.owes_since = turns, time.monotonic()
         given = self.process.given
         given.returned = max(given.returned, min(mark, given.taken))
+
+    def worked(self, used_us: int) -> None:
+        """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing."""
+        if used_us and self.kind is not None:
+            self.load.measured(used_us, self.reads_of_traces())
 
     def owes(self, seconds: float) -> bool:
         """Whether the host has not taken a turn for this long, although it was sent one."""

@@ -15,14 +15,13 @@ import torch
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import ChannelClosed, wait_for
 from tracewire_engine.link.shared_rows import CopiedRows
-from tracewire_engine.protocol.block_host import Reply, Request
+from tracewire_engine.protocol.block_host import SOURCE, Reply, Request
 
 from .answers import ModelAnswers
 from .host import BlockHost
-from .late_copies import LateCopies
 from .rank_link import Edit, edit_of
 from .report_thread import ReportThread, lost, too_slow
-from .rows import NoRoom
+from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep
 
 __all__ = ["HostTurns"]
@@ -70,25 +69,45 @@ class HostTurns:
         return number
 
     def share_with(
-        self, hosts: Iterable[BlockHost], location: str, value: Any, copies: LateCopies | None, by_request: bool
+        self, hosts: Iterable[BlockHost], location: str, value: Any, *, pinned: bool, by_request: bool
     ) -> list[BlockHost]:
-        """Share a value with the hosts that want something at a location. Returns those for which the model waits."""
-        waiting = []
+        """Share a value with the hosts that want something at a location. Returns those for which the model waits.
+
+        Args:
+            hosts: that may want something.
+            location: where the model has reached the value.
+            value: the model's.
+            pinned: whether it may lie on a GPU.
+            by_request: as in `Reached`.
+        """
+        waiting, wanting = [], {}
         for host in hosts:
             waits = host.passes(location)
-            if waits or location in host.observed:
-                self._share(host, location, value, copies, by_request=by_request)
-            if waits and host.failure is None:
+            if waits:
                 waiting.append(host)
-        return waiting
+            if (waits or location in host.observed) and host.rows is not None:
+                wanting[host] = host.rows
+        if wanting:
+            self._share(wanting, location, value, pinned=pinned, by_request=by_request)
+        return [host for host in waiting if host.failure is None]
 
     def _share(
-        self, host: BlockHost, location: str, value: Any, copies: LateCopies | None, *, by_request: bool
+        self, rows: dict[BlockHost, StepRows], location: str, value: Any, *, pinned: bool, by_request: bool
     ) -> None:
-        def reach() -> None:
-            host.reach(location, value, self.passed, by_request=by_request, copies=copies)
-
-        self._with_room(host, location, reach)
+        """Share a value with these hosts, each of which has these rows."""
+        hosts, inside = list(rows), f".{SOURCE}." in location
+        step = StagedStep(rows, pinned=pinned)
+        try:
+            step.reach(location, value, hosts, len(self.passed), by_request=by_request, rows_only=inside)
+        except Exception as error:  # it costs the hosts, not the engine
+            for host in hosts:
+                self.misshared(host, location, error)
+        else:
+            self.give(hosts, step)
+            for host, own in rows.items():
+                host.shared = SharedRows(value, own, by_request=by_request, rows_only=inside)
+        finally:
+            step.leave()
 
     def give(self, hosts: Iterable[BlockHost], step: StagedStep) -> None:
         """Tell hosts what the step has reached."""
@@ -186,6 +205,7 @@ class HostTurns:
             said = _said.decode(message)
             if isinstance(said, Reply):
                 host.took(host.turns, host.process.given.taken)
+                host.worked(said.used_us)
                 if host.reads is None:
                     host.take(said)
                 return said

@@ -25,7 +25,6 @@ from .accounts import Accounts, has_files
 from .earlier_stages import EarlierStages
 from .host import BlockHost, HostedRequest, HostedTrace
 from .host_turns import HostTurns
-from .late_copies import LateCopies
 from .left_values import Left, merged
 from .pool import HostPool
 from .rank_link import RankLink, Served, StepBegan, StepWatch
@@ -336,8 +335,9 @@ class HostedBlocks:
         if readers:
             self._stage(location, value, readers, by_request=by_request)
             watching = [host for host in watching if host.reads is None]
-        copies = LateCopies() if self._on_gpu else None
-        return self._turns.share_with(watching, location, value, copies, by_request) if watching else []
+        if not watching:
+            return []
+        return self._turns.share_with(watching, location, value, pinned=self._on_gpu, by_request=by_request)
 
     def _stage(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
         """Stage a value for hosts for which the model does not wait."""
@@ -392,7 +392,8 @@ class HostedBlocks:
                 self._turns.passed.append(self._turns.number(location))
             if not one.location:
                 continue
-            waiting = self._turns.share_with(self._watching.get(one.location, ()), one.location, one.value, None, False)
+            watching = self._watching.get(one.location, ())
+            waiting = self._turns.share_with(watching, one.location, one.value, pinned=False, by_request=False)
             self._turns.passed.append(self._turns.number(one.location))
             if one.waits:
                 _, edits, data = self._turns.copied(self._turns.ask(waiting))

@@ -8,9 +8,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from tracewire_engine.link.shared_rows import RowBytes
-from tracewire_engine.protocol.block_host import Reply
+from tracewire_engine.protocol.block_host import Reply, Shape
 
-from .rows import SharedRows
+from .row_buffer import RowBuffer
+from .rows import SharedRows, joined
 
 __all__ = ["Left", "merged"]
 
@@ -39,10 +40,16 @@ def merged(value: Any, left: Iterable[Left[_Owner]], fail: Callable[[_Owner, Exc
     for one in left:
         try:
             if one.reply.edited:
-                one.shared.write_back(one.reply, one.memory)
+                one.shared.check_edits(one.reply, one.memory)
             usable.append(one)
         except Exception as error:
             fail(one.owner, error)
+    for tensor, parts in _edits(usable):
+        try:
+            _put_in(tensor, parts)
+        except Exception as error:  # such as that a GPU's memory is full
+            for one, _ in parts:
+                fail(one.owner, error)
     for one in usable:
         try:
             if one.reply.replaced is not None:
@@ -50,3 +57,37 @@ def merged(value: Any, left: Iterable[Left[_Owner]], fail: Callable[[_Owner, Exc
         except Exception as error:
             fail(one.owner, error)
     return value
+
+
+def _edits(left: Iterable[Left[_Owner]]) -> Iterable[tuple[torch.Tensor, list[tuple[Left[_Owner], Shape]]]]:
+    """Each tensor of the value that blocks have changed in place, and the rows of each host."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[Left[_Owner], Shape]]]] = {}
+    for one in left:
+        for index, shape in one.reply.edited:
+            tensor = one.shared.tensors[index]
+            found.setdefault(id(tensor), (tensor, []))[1].append((one, shape))
+    return found.values()
+
+
+def _put_in(tensor: torch.Tensor, parts: list[tuple[Left[_Owner], Shape]]) -> None:
+    """Put the rows of hosts into a tensor: on a GPU with one copy, if they lie next to each other."""
+    place = parts[0][0].shared.place_of(tensor)
+    # What belongs to no request, no request's block may change.
+    if place is None or not tensor.nbytes:
+        return
+    axis, by_request = place
+    row = tensor.nbytes // tensor.shape[axis]
+    spans = joined(sorted([span for one, _ in parts for span in one.shared.rows.spans(by_request=by_request)]))
+    low, high = spans[0][0], sum(spans[-1])
+    buffer = RowBuffer.take((high - low) * row, pinned=tensor.is_cuda)
+    held = buffer.array[: (high - low) * row].reshape(high - low, row)
+    for one, shape in parts:
+        # The first copy of what the host has written. What it writes there later changes nothing.
+        rows = one.shared.rows
+        count, index = rows.count(by_request=by_request), rows.index(low, by_request=by_request)
+        held[index] = one.memory.rows(shape.start, count, row)
+    for first, count in spans:
+        size = torch.Size([*tensor.shape[:axis], count, *tensor.shape[axis + 1 :]])
+        # Waits for the copy, so that the buffer is free then. The GPU has nothing else to do: the model has waited.
+        tensor.narrow(axis, first, count).copy_(buffer.tensor(tensor.dtype, size, (first - low) * row))
+    buffer.give_back()

@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm.tracewire")
 _reports = msgspec.msgpack.Decoder(HostReport)
 
 #: What the decoding and the checks of a report raise.
-_NO_REPORT = (msgspec.DecodeError, RecursionError, UntrustedReport)
+_NO_REPORT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UntrustedReport)
 
 #: How often hosts that are slow, or idle, are looked for, in milliseconds.
 _LOOK_MS = 500
@@ -295,6 +295,8 @@ class ReportThread:
             steps = [step for step in report.steps if self._is_step_of(host, step)]
             finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
             host.took(report.turns, report.mark)
+            if host.reads is not None:
+                host.worked(report.used_us)
             over = {one.trace for finish in finishes if (one := _request_of(host, finish)) is not None}
             if steps or finishes:
                 self._send(host, Report(time=time.time(), steps=steps, finishes=finishes))

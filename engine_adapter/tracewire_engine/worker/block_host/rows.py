@@ -10,12 +10,10 @@ import torch
 from nnsight.intervention.source import NO_SKIP
 from nnsight.util import apply
 
-from tracewire_engine.link.shared_rows import RowBytes, RowMemory, SharedValueError, pack_value, unpack_value
-from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.link.shared_rows import RowBytes, SharedValueError, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import Reply, Shape
 
-from .late_copies import LateCopies, LateRows
-
-__all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans", "Withheld"]
+__all__ = ["NoRoom", "SharedRows", "StepRows", "StepSpans", "Withheld", "joined"]
 
 
 class NoRoom(BufferError):
@@ -35,8 +33,8 @@ class StepRows:
     """Where the rows of a trace's requests lie in the step: each span a first row and a number of rows."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], places: Sequence[int], total: int, requests: int) -> None:
-        self._tokens, self._total = _joined(spans), total
-        self._requests, self._count = _joined([(place, 1) for place in places]), requests
+        self._tokens, self._total = joined(spans), total
+        self._requests, self._count = joined([(place, 1) for place in places]), requests
         self._counts: dict[bool, int] = {}
         self._indices: dict[tuple[int, bool], Any] = {}
         #: The arguments, with which another rank makes the same.
@@ -45,7 +43,7 @@ class StepRows:
     def of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, list[tuple[int, int]]] | None:
         """The axis and the spans of the trace's rows; `None` if the tensor has no rows of requests."""
         place = self.place_of(tensor, by_request=by_request)
-        return None if place is None else (place[0], self._spans(by_request=place[1]))
+        return None if place is None else (place[0], self.spans(by_request=place[1]))
 
     def place_of(self, tensor: torch.Tensor, *, by_request: bool) -> tuple[int, bool] | None:
         """The axis of the rows, and whether each request has one; `None` if the tensor has no rows of requests."""
@@ -61,25 +59,26 @@ class StepRows:
             return 1, False
         return None
 
-    def _spans(self, *, by_request: bool) -> list[tuple[int, int]]:
+    def spans(self, *, by_request: bool) -> list[tuple[int, int]]:
+        """The first row and the number of rows of each piece, by their order."""
         return self._requests if by_request else self._tokens
 
     def count(self, *, by_request: bool) -> int:
         """How many rows the trace has."""
         if by_request not in self._counts:
-            self._counts[by_request] = sum([size for _, size in self._spans(by_request=by_request)])
+            self._counts[by_request] = sum([size for _, size in self.spans(by_request=by_request)])
         return self._counts[by_request]
 
     def bounds(self, *, by_request: bool) -> tuple[int, int]:
         """Its first row, and the one behind its last."""
-        spans = self._spans(by_request=by_request)
+        spans = self.spans(by_request=by_request)
         return spans[0][0], sum(spans[-1])
 
     def index(self, first: int, *, by_request: bool) -> Any:
         """What takes the trace's rows out of an array whose first row is `first`."""
         key = first, by_request
         if key not in self._indices:
-            spans = self._spans(by_request=by_request)
+            spans = self.spans(by_request=by_request)
             if len(spans) == 1:
                 self._indices[key] = slice(spans[0][0] - first, sum(spans[0]) - first)
             else:
@@ -87,7 +86,8 @@ class StepRows:
         return self._indices[key]
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows in fewer spans: those that follow one another are one."""
     found: list[tuple[int, int]] = []
     first = end = -1
     for start, size in spans:
@@ -104,63 +104,40 @@ class Withheld:
 
 
 class SharedRows:
-    """One value that the model has reached, as one trace's host gets it."""
+    """A value that the model has reached, of which one trace's host has rows.
 
-    def __init__(
-        self,
-        value: Any,
-        rows: StepRows,
-        memory: RowMemory | None,
-        *,
-        by_request: bool,
-        rows_only: bool = False,
-        copies: LateCopies | None = None,
-    ) -> None:
-        """Copy the trace's rows of `value` to `memory`; with `copies`, begin to copy those of a GPU.
+    Args:
+        value: the model's.
+        rows: where the host's rows lie.
+        by_request: as in `Reached`.
+        rows_only: whether tensors without rows were withheld (see `StagedStep.reach`).
 
-        Without a memory nothing is copied: another rank has shared the rows, and this one takes what blocks leave. With
-        `rows_only`, tensors that have no row of each request are not shared: nobody knows what is in them.
+    Raises:
+        SharedValueError: the value cannot be shared.
+    """
 
-        Raises:
-            NoRoom: the memory is full.
-            SharedValueError: the value cannot be shared.
-        """
-        self._rows, self._by_request = rows, by_request
-        self._tensors: list[torch.Tensor] = []
+    def __init__(self, value: Any, rows: StepRows, *, by_request: bool, rows_only: bool = False) -> None:
+        self.rows, self._by_request = rows, by_request
+        self.tensors: list[torch.Tensor] = []
         self._others: list[Any] = []
-        self._memory, self._copies = memory, copies
-        #: Rows that are on their way to `memory`.
-        self.late: list[LateRows] = []
         given = apply(value, self._with_rows, torch.Tensor) if rows_only else value
-        self.shared: Shared = pack_value(given, self._write, self._other)
+        self._shapes: list[Shape] = pack_value(given, self._note, self._other).tensors
 
     def _with_rows(self, tensor: torch.Tensor) -> Any:
-        has_rows = self._rows.of(tensor, by_request=self._by_request) is not None
+        has_rows = self.rows.place_of(tensor, by_request=self._by_request) is not None
         return tensor if has_rows else Withheld()
 
-    def _write(self, tensor: torch.Tensor) -> Shape:
-        place = self._rows.of(tensor, by_request=self._by_request)
+    def _note(self, tensor: torch.Tensor) -> Shape:
+        self.tensors.append(tensor)
+        return Shape(str(tensor.dtype).removeprefix("torch."), tuple(self._shape_of(tensor)), 0)
+
+    def _shape_of(self, tensor: torch.Tensor) -> list[int]:
+        """The shape of the host's rows of a tensor."""
         shape = list(tensor.shape)
+        place = self.rows.place_of(tensor, by_request=self._by_request)
         if place is not None:
-            shape[place[0]] = sum(size for _, size in place[1])
-        found = str(tensor.dtype).removeprefix("torch."), tuple(shape)
-        self._tensors.append(tensor)
-        if self._memory is None:
-            return Shape(*found, 0)
-        size = tensor.element_size()
-        for length in shape:
-            size *= length
-        start = self._memory.room(size)
-        if start is None:
-            raise NoRoom
-        if self._copies is not None and size:
-            self.late.append(self._copies.rows(tensor, place, start))
-        elif place is None:
-            self._memory.write(tensor, start)
-        else:
-            pieces = [tensor.narrow(place[0], first, count) for first, count in place[1]]
-            self._memory.write(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=place[0]), start)
-        return Shape(*found, start)
+            shape[place[0]] = self.rows.count(by_request=place[1])
+        return shape
 
     def _other(self, value: Any) -> Any:
         if value is NO_SKIP:
@@ -170,8 +147,8 @@ class SharedRows:
 
     # --- what the blocks leave ----------------------------------------------------------------------------------------
 
-    def write_back(self, reply: Reply, memory: RowBytes) -> None:
-        """Write the rows that blocks have changed in place into the model's value.
+    def check_edits(self, reply: Reply, memory: RowBytes) -> None:
+        """Check the rows that blocks have changed in place.
 
         Raises:
             SharedValueError: the host has sent rows that do not fit.
@@ -181,10 +158,16 @@ class SharedRows:
             raise SharedValueError("a tensor was changed twice")
         memory.check_apart([*shapes, *(reply.replaced.tensors if reply.replaced is not None else ())])
         for index, shape in reply.edited:
-            if not 0 <= index < len(self._tensors):
+            if not 0 <= index < len(self.tensors):
                 raise SharedValueError(f"the value has no tensor {index}")
-            tensor = self._tensors[index]
-            self._put(tensor, self._taken(index, shape, memory))
+            wanted = self._shapes[index]
+            if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
+                raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")
+            memory.check(shape)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, bool] | None:
+        """As `StepRows.place_of` for this value."""
+        return self.rows.place_of(tensor, by_request=self._by_request)
 
     def replace(self, value: Any, reply: Reply, memory: RowBytes, fresh: dict[int, torch.Tensor]) -> Any:
         """The model's value with the rows that blocks have assigned.
@@ -212,13 +195,11 @@ class SharedRows:
 
     def _merged(self, value: Any, given: Any, fresh: dict[int, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            place = self._rows.of(value, by_request=self._by_request)
-            if place is None:
+            if self.rows.place_of(value, by_request=self._by_request) is None:
                 return value
             if not isinstance(given, torch.Tensor):
                 raise SharedValueError(f"a tensor is replaced by {type(given).__name__}")
-            shape = list(value.shape)
-            shape[place[0]] = sum(size for _, size in place[1])
+            shape = self._shape_of(value)
             if list(given.shape) != shape or given.dtype != value.dtype:
                 raise SharedValueError(f"rows {tuple(shape)} of {value.dtype} are replaced by others")
             if id(value) not in fresh:
@@ -236,14 +217,8 @@ class SharedRows:
             return {key: self._merged(one, given[key], fresh) for key, one in value.items()}
         return value
 
-    def _taken(self, index: int, shape: Shape, memory: RowBytes) -> torch.Tensor:
-        wanted = self.shared.tensors[index]
-        if (shape.dtype, tuple(shape.shape)) != (wanted.dtype, wanted.shape):
-            raise SharedValueError(f"rows of {wanted.shape} are replaced by {shape.shape}")
-        return memory.read(shape)
-
     def _put(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
-        place = self._rows.of(tensor, by_request=self._by_request)
+        place = self.rows.of(tensor, by_request=self._by_request)
         if place is None:
             # It belongs to no request, so no request's block may change it.
             return

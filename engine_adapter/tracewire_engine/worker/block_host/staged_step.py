@@ -1,4 +1,4 @@
-"""Brings what a step reaches to the hosts whose blocks only read, without a wait of the model.
+"""Brings what a step reaches to the hosts of blocks. The model does not wait for the hosts whose blocks only read.
 
 A value is copied once for all of these hosts: on a GPU to pinned memory, while the model goes on. When the step ends,
 each host gets its rows of all values with one message, and values of one form are copied to its memory together.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,59 +18,13 @@ from nnsight.util import apply
 from tracewire_engine.link.shared_rows import RowMemory, aligned, pack_value
 from tracewire_engine.protocol.block_host import Reached, Shape, Shared
 
+from .row_buffer import MOST_KEPT, RowBuffer
 from .rows import StepRows, Withheld
 
 __all__ = ["HostRows", "HostShare", "Reading", "StagedStep"]
 
-#: The smallest buffer for values, and the largest that is kept for later steps, in bytes.
-_LEAST, _MOST_KEPT = 1 << 20, 64 << 20
-
 #: How many bytes of a host's rows one message tells of at most, unless a single value has more.
 _TOLD = 16 << 20
-
-#: How many views of its memory a buffer keeps for later steps.
-_VIEWS = 1024
-
-
-class _Buffer:
-    """Host memory, pinned if there is a GPU."""
-
-    _free: ClassVar[dict[tuple[int, bool], list[_Buffer]]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self.size, self.pinned = size, pinned
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        #: The same memory.
-        self.array = self._bytes.numpy()
-        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
-
-    @classmethod
-    def take(cls, size: int, *, pinned: bool) -> _Buffer:
-        """A buffer of at least `size` bytes."""
-        size = max(_LEAST, 1 << (size - 1).bit_length())
-        with cls._lock:
-            free = cls._free.get((size, pinned))
-            if free:
-                return free.pop()
-        return cls(size, pinned=pinned)
-
-    def give_back(self) -> None:
-        """Keep it for later steps."""
-        if self.size <= _MOST_KEPT:
-            with self._lock:
-                self._free.setdefault((self.size, self.pinned), []).append(self)
-
-    def copy(self, tensor: torch.Tensor, start: int) -> None:
-        """Copy a tensor's elements to byte `start` and on. On a GPU, begin to."""
-        key = start, tensor.dtype, tensor.shape
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            view = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._views[key] = view
-        view.copy_(tensor, non_blocking=True)
 
 
 class _Form:
@@ -86,7 +40,7 @@ class _Form:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, axis: int, buffer: _Buffer, row: int, count: int, *, by_request: bool
+        self, tensor: torch.Tensor, axis: int, buffer: RowBuffer, row: int, count: int, *, by_request: bool
     ) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.axis, self.by_request, self.buffer, self.row, self.count = axis, by_request, buffer, row, count
@@ -140,7 +94,7 @@ class StagedStep:
         #: The first row that any host has, and the last one, by `by_request`.
         self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
         self.readings: list[Reading] = []
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[RowBuffer] = []
         self._forms: dict[Any, _Form] = {}
         self._next = 0
         #: How many bytes are staged.
@@ -193,11 +147,12 @@ class StagedStep:
         kept, count = tensor, 1
         if place is not None:
             low, high = self._bounds[place[1]]
-            kept, count = tensor.narrow(place[0], low, high - low), high - low
+            count = high - low
+            kept = tensor if count == tensor.shape[place[0]] else tensor.narrow(place[0], low, count)
         size = kept.nbytes
         if not self._buffers or self._next + size > self._buffers[-1].size:
-            wanted = max(size, 2 * self.size, min(self._expected, _MOST_KEPT))
-            self._buffers.append(_Buffer.take(wanted, pinned=self._pinned))
+            wanted = max(size, 2 * self.size, min(self._expected, MOST_KEPT))
+            self._buffers.append(RowBuffer.take(wanted, pinned=self._pinned))
             self._next = 0
         buffer, start = self._buffers[-1], self._next
         if size:

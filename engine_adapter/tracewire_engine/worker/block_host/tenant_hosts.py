@@ -16,9 +16,7 @@ from .report_thread import ReportThread
 
 __all__ = ["TenantHosts"]
 
-#: How many values the traces of a host read in a step, at most, before the tenant gets another one; how many traces it
-#: has before that if their blocks may write; and how many of a tenant's hosts there are at most.
-FULL, FULL_OF_WRITERS = 16, 4
+#: How many of a tenant's hosts there are at most.
 MOST = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
@@ -52,13 +50,13 @@ class TenantHosts:
         best = min(known, key=_load, default=None)
         if best is None or (_load(best) >= 1 and len(known) < self._most):
             self._forget_retired()
-            best = self._started(kind)
+            best = self._started(kind, best)
             known.append(best)
         self._shared[kind] = known
         return best
 
-    def _started(self, kind: tuple[str, bool] | None) -> BlockHost:
-        host = BlockHost(self._pool.take(), kind)
+    def _started(self, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> BlockHost:
+        host = BlockHost(self._pool.take(), kind, like)
         self._reports.watch(host)
         return host
 
@@ -71,10 +69,8 @@ class TenantHosts:
 
 def _load(host: BlockHost) -> float:
     """How much a host has to do in a step, relative to one that is full."""
-    traces = list(host.traces.values())
-    if host.reads is None:
-        return len(traces) / FULL_OF_WRITERS
-    return sum(max(1, len(trace.reads or ())) for trace in traces) / FULL
+    found = host.reads_of_traces()
+    return host.load.of([None] * len(found) if host.reads is None else found)
 
 
 def _is_open(host: BlockHost, *, reads: bool) -> bool:

@@ -15,7 +15,6 @@ from msgspec import Meta
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import PathKey
 from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Report, Reported
-from tracewire_engine.protocol.messages import StepRecord
 
 __all__ = ["UntrustedReport", "UntrustedReports"]
 
@@ -45,6 +44,13 @@ class _Delete(msgspec.Struct, array_like=True, tag="d"):
 _Delta: TypeAlias = _Append | _Set | _Delete
 
 _deltas = msgspec.msgpack.Decoder(list[_Delta])
+_encode = msgspec.msgpack.Encoder().encode
+
+#: How many bytes msgpack has before the content of bytes, and of an extension type, by their first byte.
+_CONTENT = {0xC4: 2, 0xC5: 3, 0xC6: 5, 0xC7: 3, 0xC8: 4, 0xC9: 6}
+
+#: How many heads of deltas are remembered.
+_HEADS = 64
 
 _BLOB = re.compile("[0-9a-f]{16}")
 
@@ -69,6 +75,9 @@ class UntrustedReports:
         self._least = min(large or CHUNK_BYTES, CHUNK_BYTES) // 2
         self._reported = self._chunks = self._bytes = 0
         self._ready = False
+        #: Deltas that append one array, up to the array's content, by their size. They were checked, and others with
+        #: the same head differ in that content alone.
+        self._heads: dict[int, bytes] = {}
 
     def check(self, report: Report, turns: int) -> None:
         """Check a report.
@@ -78,16 +87,18 @@ class UntrustedReports:
             turns: how many turns the worker has sent it.
 
         Raises:
-            UntrustedReport, msgspec.DecodeError, RecursionError: no host reports so.
+            UntrustedReport, msgspec.DecodeError, UnicodeDecodeError, RecursionError: no host reports so.
         """
         if isinstance(report, Reported):
             self._reported += 1
             if self._reported > turns:
                 raise UntrustedReport(f"{self._reported} reports of {turns} turns")
             for step in report.steps:
-                _check_step(step)
+                if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
+                    raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
+                self._check_deltas(step.deltas)
             for finish in report.finishes:
-                _check_deltas(finish.deltas)
+                self._check_deltas(finish.deltas)
         elif isinstance(report, Chunk):
             self._check_chunk(report)
         elif isinstance(report, Ready):
@@ -104,17 +115,30 @@ class UntrustedReports:
         if (self._chunks - _SPARE) * self._least > self._bytes:
             raise UntrustedReport(f"{self._chunks} pieces of large arrays of {self._bytes} bytes")
 
+    def _check_deltas(self, raw: msgspec.Raw) -> None:
+        data = memoryview(raw)
+        head = self._heads.get(len(data))
+        if head is not None and data[: len(head)] == head:
+            return
+        deltas = _deltas.decode(raw)
+        for delta in deltas:
+            if type(delta) is _Append and not _is_list(memoryview(delta.items)):
+                raise UntrustedReport("a change that appends something else than a list")
+        head = _head_of(deltas, data)
+        if head:
+            if len(self._heads) >= _HEADS:
+                self._heads.clear()
+            self._heads[len(data)] = head
 
-def _check_step(step: StepRecord) -> None:
-    if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
-        raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
-    _check_deltas(step.deltas)
 
-
-def _check_deltas(raw: msgspec.Raw) -> None:
-    for delta in _deltas.decode(raw):
-        if type(delta) is _Append and not _is_list(memoryview(delta.items)):
-            raise UntrustedReport("a change that appends something else than a list")
+def _head_of(deltas: list[_Delta], data: memoryview) -> bytes:
+    """The deltas up to the content of the one array that they append; empty if they do anything else."""
+    if len(deltas) != 1 or type(delta := deltas[0]) is not _Append:
+        return b""
+    items = memoryview(delta.items)
+    before = _CONTENT.get(items[1], 0) if len(items) > 1 and items[0] == 0x91 else 0
+    # Other deltas with these items could have more behind them, which the decoder passes over.
+    return bytes(data[: len(data) - len(items) + 1 + before]) if before and _encode(deltas) == data else b""
 
 
 def _is_list(raw: memoryview) -> bool:

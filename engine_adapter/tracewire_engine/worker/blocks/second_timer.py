@@ -15,6 +15,9 @@ __all__ = ["SecondTimer"]
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK_MONOTONIC = 1
 
+#: C's `struct itimerspec`.
+_Setting = ctypes.c_long * 4
+
 #: C's `struct sigevent`: a value, the signal, and how it is sent (0: to the process).
 _EVENT = struct.Struct("@Qii48x")
 
@@ -32,6 +35,8 @@ class SecondTimer:
     def __init__(self, number: int) -> None:
         self._id = ctypes.c_void_p()
         self._settime = _libc.timer_settime
+        self._setting = _Setting()
+        self._pointer = ctypes.byref(self._setting)
         event = ctypes.create_string_buffer(_EVENT.pack(0, number, 0), _EVENT.size)
         if _libc.timer_create(_CLOCK_MONOTONIC, event, ctypes.byref(self._id)) < 0:
             failed = ctypes.get_errno()
@@ -47,5 +52,6 @@ class SecondTimer:
 
     def _set(self, seconds: float, again: int) -> None:
         whole = int(seconds)
-        setting = (ctypes.c_long * 4)(again, 0, whole, int((seconds - whole) * 1e9))
-        self._settime(self._id, 0, setting, None)
+        # Each location at which blocks run sets it twice, so nothing is made anew.
+        self._setting[:] = [again, 0, whole, int((seconds - whole) * 1e9)]
+        self._settime(self._id, 0, self._pointer, None)

@@ -55,6 +55,9 @@ __all__ = [
 
 logger = logging.getLogger("vllm.tracewire")
 
+#: `signal.getsignal`, but it does not search for a name of the handler, which takes longer than all else in a step.
+_handler_of: Callable[[int], Any] = signal._signal.getsignal  # type: ignore[attr-defined]
+
 #: The shortest time that is set on the timer, since 0 would stop it.
 _LEAST_S = 0.001
 #: How much later than the first timer the second one rings, in seconds.
@@ -254,9 +257,9 @@ def _guard() -> None:
     if not _guarding or threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGALRM, SECOND_SIGNAL) if _limit_s else ():
-        if signal.getsignal(number) is not _interrupt:
+        if _handler_of(number) is not _interrupt:
             signal.signal(number, _interrupt)
-    current = signal.getsignal(signal.SIGTERM)
+    current = _handler_of(signal.SIGTERM)
     # None: the handler was not installed from Python.
     if current is not _keep_termination and current is not None:
         if _terminate is None:

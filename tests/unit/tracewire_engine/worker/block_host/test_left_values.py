@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tracewire_engine.link.shared_rows import CopiedRows, RowBytes
@@ -22,7 +23,7 @@ def left(owner: str, value: torch.Tensor, row: int, **reply: Any) -> Left[str]:
     if "replaced" in shapes:
         found.replaced = Shared([0, 0], [shapes["replaced"]])
     rows = StepRows([(row, 1)], [row], 4, 4)
-    return Left(owner, SharedRows(value, rows, None, by_request=False), found, RowBytes(copies.bytes()))
+    return Left(owner, SharedRows(value, rows, by_request=False), found, RowBytes(copies.bytes()))
 
 
 def test_all_rows_are_put_in() -> None:
@@ -42,3 +43,18 @@ def test_all_rows_are_put_in() -> None:
     assert found[:, 0].tolist() == [2, 1, 0, 0]
     # The model's own tensor has what was changed in place alone.
     assert value[:, 0].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_of_hosts_that_lie_between_each_other_are_put_in_and_others_stay(axis: int) -> None:
+    rows = {"one": StepRows([(0, 1), (4, 2)], [0, 3], 9, 5), "two": StepRows([(1, 2), (7, 1)], [1, 4], 9, 5)}
+    value = torch.zeros(9, 2, dtype=torch.bfloat16)
+    found = []
+    for owner, own in rows.items():
+        copies = CopiedRows()
+        given = torch.arange(6, dtype=torch.bfloat16).view(3, 2) + (1 if owner == "one" else 11)
+        shape = copies.add(given if axis == 0 else given[None])
+        shared = SharedRows(value if axis == 0 else value[None], own, by_request=False)
+        found.append(Left(owner, shared, Reply(edited=[(0, shape)]), RowBytes(copies.bytes())))
+    merged(value, found, lambda owner, error: pytest.fail(f"{owner}: {error}"))
+    assert value[:, 0].tolist() == [1, 11, 13, 0, 3, 5, 0, 15, 0]

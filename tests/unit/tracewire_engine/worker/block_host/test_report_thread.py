@@ -122,7 +122,14 @@ def test_a_host_that_is_gone_ends_its_requests() -> None:
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x93\xa8reported\x91\x95", b"\x93\xa8reported" + DEEP])
+#: Texts that are none, as the name of a save and as that of a request.
+NO_NAME = msgspec.msgpack.encode(Reported([StepRecord("r", 0, 0, msgspec.Raw(b"\x91\x93\xa1a\x91\xa1\xff\x91\x01"))]))
+NO_TEXT = msgspec.msgpack.encode(Reported([StepRecord("named", 0, 0, NOTHING)])).replace(b"named", b"n\xffmed")
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xc1", b"\x93\xa8reported\x91\x95", b"\x93\xa8reported" + DEEP, NO_NAME, NO_TEXT]
+)
 def test_a_host_that_sends_no_report_ends_its_requests(garbage: bytes) -> None:
     _, _, host, sent = watched()
     host.theirs.send(garbage)

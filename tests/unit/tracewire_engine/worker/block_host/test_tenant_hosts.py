@@ -8,8 +8,9 @@ import pytest
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.worker.block_host.host import BlockHost, HostedTrace
+from tracewire_engine.worker.block_host.host_load import FULL, FULL_OF_WRITERS
 from tracewire_engine.worker.block_host.reading import Account
-from tracewire_engine.worker.block_host.tenant_hosts import FULL, FULL_OF_WRITERS, TenantHosts
+from tracewire_engine.worker.block_host.tenant_hosts import TenantHosts
 
 READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, computes=True), Account()
 
@@ -58,22 +59,37 @@ def test_blocks_that_only_compute_share_a_host_with_their_kind_and_tenant() -> N
     assert [host.kind for host in odd] == [None, None, None]
 
 
+def fill(found: TenantHosts, reads: frozenset[str] | None, used_us: int, traces: int) -> list[int]:
+    """How many traces each of a tenant's hosts has in the end, if a step of a host takes so long for each trace."""
+    counts: dict[int, int] = {}
+    for number in range(traces):
+        host = take(found, "t", Account(reads, computes=True), str(number))
+        host.traces[str(number)].reads = host.reads = reads
+        counts[id(host)] = len(host.traces)
+        for _ in range(50):
+            host.worked(used_us * len(host.traces))
+    return list(counts.values())
+
+
 def test_a_tenant_with_many_traces_has_more_hosts_up_to_a_limit() -> None:
     found, _ = hosts(most=2)
-    taken = [take(found, "t", READS, str(number)) for number in range(4 * FULL)]
-    assert {len(host.traces) for host in taken} == {2 * FULL}
+    assert fill(found, frozenset({"a"}), 10, 4 * FULL) == [2 * FULL, 2 * FULL]
 
 
-@pytest.mark.parametrize(("reads", "size"), [(frozenset(map(str, range(5))), 4), (None, FULL_OF_WRITERS)])
+@pytest.mark.parametrize(
+    ("reads", "size"), [(frozenset("a"), FULL), (frozenset("abcd"), FULL // 4), (None, FULL_OF_WRITERS)]
+)
 def test_a_host_is_full_by_what_its_blocks_do_in_a_step(reads: frozenset[str] | None, size: int) -> None:
     found, _ = hosts(most=9)
-    account, sizes = Account(reads, computes=True), []
-    for number in range(3 * size):
-        host = take(found, "t", account, str(number))
-        host.traces[str(number)].reads = reads
-        host.reads = reads
-        sizes.append(len(host.traces))
-    assert sizes == [*range(1, size + 1)] * 3
+    assert fill(found, reads, 10, 3 * size) == [size] * 3
+
+
+@pytest.mark.parametrize("reads", [frozenset("a"), frozenset("abcd"), None])
+def test_a_host_has_fewer_traces_if_their_blocks_take_long(reads: frozenset[str] | None) -> None:
+    found, _ = hosts(most=99)
+    sizes = fill(found, reads, 3_000, 30)
+    # The first host is slow before it is measured. The next ones are taken to be like it.
+    assert max(sizes[1:]) <= 3
 
 
 def test_a_host_that_is_of_no_use_takes_no_trace() -> None:

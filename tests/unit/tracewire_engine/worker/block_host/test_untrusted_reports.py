@@ -62,6 +62,44 @@ def test_what_no_host_reports_is_refused(report: Report) -> None:
         UntrustedReports(0).check(report, 1)
 
 
+def appended(content: bytes, name: str = "kept") -> bytes:
+    """The deltas of a step that appends one array."""
+    return msgspec.msgpack.encode([Append((name,), [msgspec.msgpack.Ext(1, content)])])
+
+
+@pytest.mark.parametrize("size", [1, 4, 100, 300, 70_000])
+def test_arrays_that_differ_in_their_content_pass(size: int) -> None:
+    reports = UntrustedReports(0)
+    for turn in range(5):
+        reports.check(step(msgspec.Raw(appended(bytes([turn]) * size)), index=turn), turn + 1)
+
+
+def test_what_is_like_a_checked_report_but_for_its_head_is_checked() -> None:
+    good = appended(b"abcdefgh" * 4)
+    # One byte is another; what is refused then is refused as by a checker that has seen nothing.
+    for place in range(len(good)):
+        for value in (0x00, 0x90, 0x91, 0xC1, 0xC4, 0xC7, 0xDC, 0xFF):
+            changed = msgspec.Raw(good[:place] + bytes([value]) + good[place + 1 :])
+            known, fresh = UntrustedReports(0), UntrustedReports(0)
+            known.check(step(msgspec.Raw(good)), 1)
+            outcomes = []
+            for reports in (known, fresh):
+                try:
+                    reports.check(step(changed), 2)
+                    outcomes.append("passes")
+                except (UntrustedReport, msgspec.DecodeError, UnicodeDecodeError):
+                    outcomes.append("refused")
+            assert outcomes[0] == outcomes[1], (place, value)
+
+
+def test_what_follows_the_items_of_a_report_is_checked_each_time() -> None:
+    reports = UntrustedReports(0)
+    more = b"\x91\x94\xa1a\x91\xa1n\x91\xc4\x01x"
+    reports.check(step(msgspec.Raw(more + b"\x91\xc4\x01x")), 1)
+    with pytest.raises(msgspec.DecodeError):
+        reports.check(step(msgspec.Raw(more + b"\x91\xc4\x02x")), 2)
+
+
 def test_more_reports_than_turns_are_refused() -> None:
     reports = UntrustedReports(0)
     reports.check(Reported(), 1)
