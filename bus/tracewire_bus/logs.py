@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
-__all__ = ["LOG_FORMATS", "LogFormat", "configure_logging"]
+__all__ = ["LOG_FORMATS", "LogFormat", "configure_logging", "kept_logging"]
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final = ("text", "json")
@@ -41,3 +43,20 @@ def configure_logging(form: LogFormat = "text") -> None:
     else:
         handler.setFormatter(_Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+@contextmanager
+def kept_logging() -> Iterator[None]:
+    """Undo what the body does to the root logger: its level, its handlers and their levels.
+
+    It is for imports of packages that reconfigure the root logger.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, [(one, one.level) for one in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = [one for one, _ in handlers]
+        for handler, before in handlers:
+            handler.setLevel(before)

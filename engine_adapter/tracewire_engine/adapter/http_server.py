@@ -22,6 +22,7 @@ from typing import Any, Self
 import anyio
 import uvicorn
 
+from tracewire_bus.logs import kept_logging
 from tracewire_engine.link.addresses import host_and_port
 
 from .http_fence import ROUTES, Fence, is_public
@@ -211,14 +212,9 @@ class HttpApi:
         tasks = await llm.get_supported_tasks()
         client = EditedClient(llm, plain)
         # `_known` leaves out arguments that this version of vLLM does not take.
-        root = logging.getLogger()
-        level, handlers = root.level, list(root.handlers)
-        try:
-            app = build_app(arguments, **_known(build_app, supported_tasks=tasks, model_config=llm.model_config))
-        finally:
+        with kept_logging():
             # A package that `build_app` imports reconfigures the root logger to log errors only.
-            root.setLevel(level)
-            root.handlers[:] = handlers
+            app = build_app(arguments, **_known(build_app, supported_tasks=tasks, model_config=llm.model_config))
         known = _known(init_app_state, vllm_config=llm.vllm_config, supported_tasks=tasks)
         known |= {"engine_client": client, "state": app.state, "args": arguments}
         await init_app_state(**known)
@@ -272,14 +268,16 @@ class HttpApi:
 
 def _of_vllm() -> tuple[Any, Any, Any]:
     """vLLM's functions that make its app, the app's state, and the parser of the server's options."""
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:
-        # Versions up to about 0.26 have them here.
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    # Up to 0.30, one of these modules imports a package that reconfigures the root logger to log errors only.
+    with kept_logging():
+        try:
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        except ImportError:
+            # Versions up to 0.28 have them here.
+            from vllm.entrypoints.openai.api_server import build_app, init_app_state
+            from vllm.entrypoints.openai.cli_args import make_arg_parser
     return build_app, init_app_state, make_arg_parser
 
 

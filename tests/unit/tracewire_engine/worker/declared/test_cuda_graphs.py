@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,11 @@ class Graph:
 
 
 class Served:
-    """A model that hands its tap's value to the interleaver, wrapped as vLLM wraps models from 0.30 on."""
+    """A model that hands its tap's value to the interleaver, wrapped as the installed vLLM wraps its own.
+
+    Up to 0.29, one breakable wrapper captures all graphs. From 0.30 on, it captures those of the mode PIECEWISE, and
+    a plain wrapper around it those of FULL.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm import forward_context
@@ -68,16 +73,20 @@ class Served:
         def forward(value: torch.Tensor) -> torch.Tensor:
             return interleaver.handle(TAP, value)
 
-        piecewise = breakable_cudagraph.BreakableCUDAGraphWrapper(
-            forward, self.config, runtime_mode=CUDAGraphMode.PIECEWISE
-        )
-        self.model: Any = cuda_graph.CUDAGraphWrapper(piecewise, self.config, runtime_mode=CUDAGraphMode.FULL)
+        breakable: Any = breakable_cudagraph.BreakableCUDAGraphWrapper
+        #: Whether vLLM wraps the FULL graphs in a wrapper of their own, which is plain.
+        self.plain = "runtime_mode" in inspect.signature(breakable).parameters
+        if self.plain:
+            piecewise = breakable(forward, self.config, runtime_mode=CUDAGraphMode.PIECEWISE)
+            self.model: Any = cuda_graph.CUDAGraphWrapper(piecewise, self.config, runtime_mode=CUDAGraphMode.FULL)
+        else:
+            self.model = breakable(forward, self.config)
 
-    def run(self, mode: Any) -> None:
+    def run(self, mode: Any, batch: BatchDescriptor = BATCH) -> None:
         self.context = SimpleNamespace(
-            batch_descriptor=BATCH, cudagraph_runtime_mode=mode, remove_padding=False, all_moe_layers=None
+            batch_descriptor=batch, cudagraph_runtime_mode=mode, remove_padding=False, all_moe_layers=None
         )
-        self.model(torch.zeros(4, 8))
+        self.model(torch.zeros(batch.num_tokens, 8))
 
 
 def test_requests_that_generate_come_by_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +106,12 @@ def test_a_graph_without_a_tap_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     served.run(served.mode.PIECEWISE)
     assert without_taps(served.model) == []
     served.run(served.mode.FULL)
-    assert without_taps(served.model) == [f"CUDAGraphWrapper: {BATCH}"]
+    plain = [f"CUDAGraphWrapper: {BATCH}"] if served.plain else []
+    assert without_taps(served.model) == plain
+    served.interleaver.taps = frozenset()
+    larger = BatchDescriptor(num_tokens=8)
+    served.run(served.mode.PIECEWISE, larger)
+    assert without_taps(served.model) == [*plain, f"BreakableCUDAGraphWrapper: {larger}"]
 
 
 def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest.MonkeyPatch) -> None:
