@@ -24,7 +24,9 @@ class RowBuffer:
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size, self.pinned = size, pinned
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        # A tensor or view that is made in inference mode cannot be written outside it, where earlier stages' rows come.
+        with torch.inference_mode(False):
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         #: The same memory.
         self.array = self._bytes.numpy()
         self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
@@ -53,7 +55,8 @@ class RowBuffer:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             size = shape.numel() * dtype.itemsize
-            view = self._views[key] = self._bytes[start : start + size].view(dtype).view(shape)
+            with torch.inference_mode(False):
+                view = self._views[key] = self._bytes[start : start + size].view(dtype).view(shape)
         return view
 
     def copy(self, tensor: torch.Tensor, start: int) -> None:

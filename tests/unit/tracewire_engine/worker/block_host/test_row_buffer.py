@@ -29,3 +29,14 @@ def test_a_buffer_is_kept_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) ->
     large.give_back()
     assert RowBuffer.take(1 << 20, pinned=False) is small
     assert RowBuffer.take((2 << 20) + 1, pinned=False) is not large
+
+
+def test_what_was_made_in_inference_mode_can_be_written_outside_it() -> None:
+    """In vLLM the model runs in inference mode, but the rows of earlier stages come outside it."""
+    with torch.inference_mode():
+        buffer = RowBuffer(1 << 12, pinned=False)
+        buffer.copy(torch.zeros(4), 0)
+    buffer.copy(torch.ones(4), 0)
+    with torch.inference_mode():
+        buffer.copy(torch.full((4,), 2.0), 0)
+    assert buffer.tensor(torch.float32, torch.Size([4])).tolist() == [2.0] * 4
