@@ -7,11 +7,13 @@ each final and writes an audit trail, and its client signs and verifies. The oth
 All other limits are on for both. This process runs `--concurrency` traces at a time against one of them, in rounds of
 `--seconds` that take turns (on, off, off, on, ...), and counts the traces that ended and their tokens.
 
-Three loads are measured:
+These loads are measured:
 
 - `full`: scripted engines, which make tokens as fast as their adapters take them. Processor time is all that limits
   these figures, so that they are of the adapter's and the client's own work.
-- `paced`: the same engines make a token of each trace every `--step-ms` milliseconds, as a model would.
+- `busy`: the same engines make a token of each trace every 5 ms, of six times as many traces: more than two cores
+  carry.
+- `paced`: they make a token of each trace every `--step-ms` milliseconds, as a model would.
 - `model`, with `--engines MODEL`: two whole engines of that model, of `tracewire engine`.
 
 Each load has `submissions` and `tokens`: the median over the pairs of rounds of the rate with signing over that
@@ -212,10 +214,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             tracewire.connect(server.url, **signing) as on,
         ):
             clients = {"off": off, "on": on}
-            for what, step_ms in (("full", 0), ("paced", options.step_ms)):
+            for what, step_ms, times in (("full", 0, 1), ("busy", 5, 6), ("paced", options.step_ms, 1)):
+                sized = argparse.Namespace(**{**vars(options), "concurrency": times * options.concurrency})
                 with scripted(folder, server.url, step_ms) as pids:
                     processes = {side: (os.getpid(), pids[side], server.pid) for side in SIDES}
-                    loads[what] = await rounds(Pair(clients, models, processes), options)
+                    loads[what] = await rounds(Pair(clients, models, processes), sized)
             if options.engines:
                 with whole(folder, server.url, options.engines):
                     pair = Pair(clients, models, dict.fromkeys(SIDES, ()), settle_s=2.5)

@@ -361,13 +361,13 @@ def check_policy(*more: str, loads: Sequence[str]) -> None:
 
 
 def test_policy() -> None:
-    check_policy(loads=["full", "paced"])
+    check_policy(loads=["full", "busy", "paced"])
 
 
 @own_engine
 @pytest.mark.full
 def test_policy_of_whole_engines() -> None:
-    check_policy("--engines", "demo", loads=["full", "paced", "model"])
+    check_policy("--engines", "demo", loads=["full", "busy", "paced", "model"])
 
 
 def test_hosts() -> None:
