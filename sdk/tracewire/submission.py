@@ -370,7 +370,7 @@ def checked_interventions(interventions: Any, *, keep_saved: bool = False) -> li
     if isinstance(interventions, str | bytes | Mapping) or not isinstance(interventions, Iterable):
         raise TraceRejected("interventions", f"expected a list of interventions, got {shown(interventions)}")
     try:
-        return normalize(list(interventions), keep_saved=keep_saved)
+        return normalize(list(interventions), keep_saved=keep_saved, again=True)
     except DeclarationError as error:
         raise TraceRejected(error.field, error.message) from None
 

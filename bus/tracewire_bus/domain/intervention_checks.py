@@ -251,20 +251,21 @@ def _chosen(tree: ModuleTree, which: str, name: str) -> tuple[list[int], bool]:
 # --- types and values -------------------------------------------------------------------------------------------------
 
 
-def normalize(interventions: Sequence[Any], *, keep_saved: bool = False) -> list[Declared]:
+def normalize(interventions: Sequence[Any], *, keep_saved: bool = False, again: bool = False) -> list[Declared]:
     """Convert a caller's interventions for `Submission.interventions`: NumPy numbers become floats, arrays are encoded.
 
-    With `keep_saved`, a reference to an array that a trace saved stays as it is, for `encode_arrays`.
+    With `keep_saved`, a reference to an array that a trace saved stays as it is, for `encode_arrays`. With `again`, the
+    same objects may come again, and are converted once.
 
     Raises:
         DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
     found = []
     for index, one in enumerate(interventions):
-        plain = _normal_forms.get(one)
+        plain = _normal_forms.get(one) if again else None
         if plain is None:
             plain = _normalize_one(one, f"interventions[{index}]", keep_saved)
-            if plain is not one:
+            if again and plain is not one:
                 _normal_forms.keep(one, plain)
         found.append(plain)
     return found

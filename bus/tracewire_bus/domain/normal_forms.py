@@ -6,6 +6,7 @@ its arrays the same elements: a caller may change either between two traces.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NormalForms"]
 
-#: The most bytes of an intervention's arrays, and of all that are kept; and how many interventions are.
+#: The most bytes of an intervention's arrays with their encoded forms, and of all that are kept; and how many
+#: interventions are.
 _LONGEST: Final = 1 << 20
 _MOST_BYTES: Final = 32 << 20
 _MOST: Final = 4096
@@ -59,18 +61,18 @@ class NormalForms:
         #: By the `id` of the caller's object, which is kept, so that no other has its `id`. The oldest use first.
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._bytes = 0
+        #: Clients of several threads use one.
+        self._lock = threading.Lock()
 
     def get(self, one: Any) -> Declared | None:
         """The normal form of an intervention; `None` if it is not known, or if the intervention has changed."""
-        kept = self._kept.get(id(one))
-        if kept is None:
-            return None
+        with self._lock:
+            kept = self._kept.get(id(one))
+            if kept is None:
+                return None
+            self._kept.move_to_end(id(one))
         values = _fields(one)
         if all(map(_alike, values, kept.values)) and all(_same(values[array.place], array) for array in kept.arrays):
-            try:
-                self._kept.move_to_end(id(one))
-            except KeyError:  # another thread has dropped it
-                pass
             return kept.plain
         return None
 
@@ -78,21 +80,24 @@ class NormalForms:
         """Keep a normal form, if all that it was made of can be compared."""
         import numpy as np
 
-        values, arrays = _fields(one), []
+        values, arrays, size = _fields(one), [], 0
         for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
             encoded = getattr(plain, name)
             if type(value) is np.ndarray and type(encoded) is msgspec.msgpack.Ext and type(encoded.data) is bytes:
                 arrays.append(_Array(place, value.dtype, value.shape, encoded.data))
+                # A view keeps all of the array alive of which it is a part.
+                whole = value if value.base is None else value.base
+                size += len(encoded.data) + getattr(whole, "nbytes", _LONGEST)
             elif type(value) not in _SIMPLE:
                 return
-        size = sum(len(array.payload) for array in arrays)
         if not arrays or size > _LONGEST:
             return
-        self._drop(id(one))
-        self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size)
-        self._bytes += size
-        while self._bytes > _MOST_BYTES or len(self._kept) > _MOST:
-            self._drop(next(iter(self._kept)))
+        with self._lock:
+            self._drop(id(one))
+            self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size)
+            self._bytes += size
+            while self._bytes > _MOST_BYTES or len(self._kept) > _MOST:
+                self._drop(next(iter(self._kept)))
 
     def _drop(self, key: int) -> None:
         kept = self._kept.pop(key, None)

@@ -160,6 +160,8 @@ class BlockHost:
         self.present: frozenset[str] = frozenset()
         #: For how long the model has waited for it in the step, in seconds.
         self.used_s = 0.0
+        #: For how many microseconds it says that it has worked for its replies in the step.
+        self.replied_us = 0
         #: The location that was reached last, until the host has answered.
         self.shared: SharedRows | None = None
         #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
@@ -253,7 +255,8 @@ class BlockHost:
 
     def begin(self, spans: list[tuple[str, int, int]], rows: StepRows | None) -> None:
         """Begin a step with requests of its traces (see `Began`). Without `rows` it has none."""
-        self.rows, self._passed, self.used_s = rows, 0, 0.0
+        self.worked(self.replied_us)
+        self.rows, self._passed, self.used_s, self.replied_us = rows, 0, 0.0, 0
         self.present = frozenset([name for name, _, _ in spans])
         self._events.append(Began(self.new, spans))
         self.new = []

@@ -205,7 +205,7 @@ class HostTurns:
             said = _said.decode(message)
             if isinstance(said, Reply):
                 host.took(host.turns, host.process.given.taken)
-                host.worked(said.used_us)
+                host.replied_us += said.used_us
                 if host.reads is None:
                     host.take(said)
                 return said

@@ -44,15 +44,20 @@ def merged(value: Any, left: Iterable[Left[_Owner]], fail: Callable[[_Owner, Exc
             usable.append(one)
         except Exception as error:
             fail(one.owner, error)
+    failed: set[int] = set()
     for tensor, parts in _edits(usable):
         try:
             _put_in(tensor, parts)
-        except Exception as error:  # such as that a GPU's memory is full
-            for one, _ in parts:
-                fail(one.owner, error)
+        except Exception:  # such as that memory is full: the rows of each host are tried by themselves
+            for part in parts:
+                try:
+                    _put_in(tensor, [part])
+                except Exception as error:
+                    failed.add(id(part[0]))
+                    fail(part[0].owner, error)
     for one in usable:
         try:
-            if one.reply.replaced is not None:
+            if one.reply.replaced is not None and id(one) not in failed:
                 value = one.shared.replace(value, one.reply, one.memory, fresh)
         except Exception as error:
             fail(one.owner, error)

@@ -49,8 +49,8 @@ _encode = msgspec.msgpack.Encoder().encode
 #: How many bytes msgpack has before the content of bytes, and of an extension type, by their first byte.
 _CONTENT = {0xC4: 2, 0xC5: 3, 0xC6: 5, 0xC7: 3, 0xC8: 4, 0xC9: 6}
 
-#: How many heads of deltas are remembered.
-_HEADS = 64
+#: How many heads of deltas are remembered, and of how many bytes each at most.
+_HEADS, _LONGEST_HEAD = 64, 1024
 
 _BLOB = re.compile("[0-9a-f]{16}")
 
@@ -125,7 +125,8 @@ class UntrustedReports:
             if type(delta) is _Append and not _is_list(memoryview(delta.items)):
                 raise UntrustedReport("a change that appends something else than a list")
         head = _head_of(deltas, data)
-        if head:
+        # Nothing else limits the path in it.
+        if 0 < len(head) <= _LONGEST_HEAD:
             if len(self._heads) >= _HEADS:
                 self._heads.clear()
             self._heads[len(data)] = head

@@ -22,8 +22,9 @@ __all__ = ["JoinedProbes", "join_probes", "read_joined"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Bytes of values in float32 that one product takes at most.
+#: Bytes of values in float32 that one product takes at most, and of all weights of probes that are read together.
 _AT_ONCE: Final = 32 << 20
+_MOST_WEIGHTS: Final = 64 << 20
 
 
 class JoinedProbes:
@@ -36,6 +37,10 @@ class JoinedProbes:
     def __init__(self, groups: list[ReadGroup]) -> None:
         self.groups = groups
         self.ids = frozenset(map(id, groups))
+
+    def prepare(self) -> None:
+        """Put the weights on the device: what records the product must not make them."""
+        _ = self._matrix, self._bias
 
     @cached_property
     def _matrix(self) -> torch.Tensor:
@@ -57,7 +62,8 @@ class JoinedProbes:
         values = buffers.of_taps([group.location for group in self.groups])
         values = values[:, : rows.total] if rows.index is None else values.index_select(1, rows.index)
         pieces = []
-        taps = max(1, _AT_ONCE // (4 * values[0].numel()))
+        # Weights of each row are multiplied with its values one by one.
+        taps = max(1, _AT_ONCE // (4 * values[0].numel() * (matrix.shape[2] if matrix.dim() == 4 else 1)))
         for some, weights in zip(values.split(taps), matrix.split(taps), strict=True):
             if weights.dim() == 3:
                 pieces.append(torch.bmm(some.float(), weights.transpose(1, 2)))
@@ -81,7 +87,7 @@ def join_probes(groups: Iterable[object], buffers: TapBuffers) -> list[JoinedPro
     return [
         JoinedProbes(sorted(found, key=lambda group: buffers.place(group.location)))
         for found in alike.values()
-        if len(found) > 1
+        if len(found) > 1 and sum(group.matrix.nbytes for group in found if group.matrix is not None) <= _MOST_WEIGHTS
     ]
 
 
@@ -95,14 +101,18 @@ def _can_join(group: ReadGroup, width: int) -> bool:
     return one.reduce != "mean" or group.rows.single
 
 
-def read_joined(joined: Iterable[JoinedProbes], buffers: TapBuffers) -> frozenset[int]:
-    """Read what can be read together. Returns the ids of the groups that have been read."""
+def read_joined(joined: list[JoinedProbes], buffers: TapBuffers) -> frozenset[int]:
+    """Read what can be read together. Returns the ids of the groups that have been read.
+
+    What cannot be is taken out of `joined`: each of its groups is then read by itself, and fails by itself.
+    """
     done: frozenset[int] = frozenset()
-    for one in joined:
+    for one in list(joined):
         try:
             one.read(buffers)
-        except Exception:  # such as out of memory: each group is then read by itself, and fails by itself
+        except Exception:  # such as out of memory
             logger.exception("probes of several layers could not be read together")
+            joined.remove(one)
             continue
         done |= one.ids
     return done

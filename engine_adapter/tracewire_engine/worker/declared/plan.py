@@ -225,9 +225,20 @@ class _Plan:
 
     def read_joined(self, buffers: TapBuffers) -> frozenset[int]:
         """Read the probes that can be read together. Returns the ids of the groups that have been read."""
+        return read_joined(self._joined_in(buffers), buffers)
+
+    def prepare_reads(self, buffers: TapBuffers | None) -> None:
+        """Put on the device what reads need: what is made while kernels are recorded is there when they have run."""
+        for group in self.groups:
+            if isinstance(group, ReadGroup):
+                group.prepare()
+        for one in self._joined_in(buffers) if buffers is not None else ():
+            one.prepare()
+
+    def _joined_in(self, buffers: TapBuffers) -> list[JoinedProbes]:
         if self.joined is None:
             self.joined = join_probes(self.groups, buffers)
-        return read_joined(self.joined, buffers)
+        return self.joined
 
     def take(self, group: Group) -> None:
         """Take what a group says of the plan's later steps."""
@@ -297,9 +308,8 @@ class DeclaredRequests:
         self.here: Callable[[str], bool] | None = None
         #: Whether the plan is outdated: a request came or went, or failed.
         self.stale = False
-        #: Under tensor parallelism, the other ranks.
+        #: Under tensor parallelism, the other ranks; and on an engine whose CUDA graphs have taps, their buffers.
         self.ranks: Ranks | None = None
-        #: On an engine whose CUDA graphs have taps.
         self.buffers: TapBuffers | None = None
         #: The keys that attention patterns need; the module at a location; the number of this rank under tensor
         #: parallelism, and what adds up a tensor of all ranks.
@@ -666,6 +676,7 @@ class DeclaredRequests:
             joined.append(Arrangement(results).join())
 
         buffered = plan.unread
+        plan.prepare_reads(self.buffers)
         join.kernels = self.recorders[plan.head_rows > 0].record(launch)
         # The step under way still needs its reads and its windows: recording launches nothing.
         plan.unread = buffered

@@ -285,12 +285,10 @@ class TapBuffers:
         return self._places[location]
 
     def of_taps(self, locations: Iterable[str]) -> torch.Tensor:
-        """The rows `[locations, rows, hidden]` that the last step left, for locations in the order of their places."""
+        """The rows `[locations, rows, hidden]` that the last step left at these locations, which may repeat."""
         places = [self._places[location] for location in locations]
-        if len(places) == len(self._buffer):
-            return self._buffer
-        if places[-1] - places[0] == len(places) - 1:
-            return self._buffer[places[0] : places[-1] + 1]
+        if places == list(range(places[0], places[0] + len(places))):
+            return self._buffer[places[0] : places[0] + len(places)]
         return torch.stack([self._buffer[place] for place in places])
 
     def values(self, location: str) -> torch.Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tracewire_bus.domain import intervention_checks, normal_forms
-from tracewire_bus.domain.intervention_checks import DeclarationError, normalize
+from tracewire_bus.domain.intervention_checks import DeclarationError
+from tracewire_bus.domain.intervention_checks import normalize as normalize_once
 from tracewire_bus.domain.normal_forms import NormalForms
 from tracewire_bus.wire.messages import Live, LogitLens, Probe, Steer, When
+
+normalize = partial(normalize_once, again=True)
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +92,21 @@ def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, forms: NormalFo
 
 
 def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
-    monkeypatch.setattr(normal_forms, "_MOST_BYTES", 2000)
-    monkeypatch.setattr(normal_forms, "_LONGEST", 1500)
+    monkeypatch.setattr(normal_forms, "_MOST_BYTES", 4000)
+    monkeypatch.setattr(normal_forms, "_LONGEST", 3000)
     small, large = [_steer(200) for _ in range(4)], _steer(1000)
     normalize([*small, large])
     assert [forms.get(one) is not None for one in (*small, large)] == [False, False, True, True, False]
-    assert forms._bytes == sum(kept.size for kept in forms._kept.values()) <= 2000
+    assert forms._bytes == sum(kept.size for kept in forms._kept.values()) <= 4000
+
+
+def test_what_an_adapter_decodes_is_not_kept(forms: NormalForms) -> None:
+    one = _steer()
+    normalize_once([one])
+    assert forms.get(one) is None
+
+
+def test_a_part_of_a_large_array_is_not_kept(forms: NormalForms) -> None:
+    one = Steer("residual(1)", np.zeros((1 << 10, 1 << 9), np.float32)[3], scale=0.5)
+    normalize([one])
+    assert forms.get(one) is None

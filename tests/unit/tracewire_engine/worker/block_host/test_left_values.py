@@ -9,6 +9,7 @@ import torch
 
 from tracewire_engine.link.shared_rows import CopiedRows, RowBytes
 from tracewire_engine.protocol.block_host import Reply, Shared
+from tracewire_engine.worker.block_host import left_values
 from tracewire_engine.worker.block_host.left_values import Left, merged
 from tracewire_engine.worker.block_host.rows import SharedRows, StepRows
 
@@ -43,6 +44,28 @@ def test_all_rows_are_put_in() -> None:
     assert found[:, 0].tolist() == [2, 1, 0, 0]
     # The model's own tensor has what was changed in place alone.
     assert value[:, 0].tolist() == [0, 1, 0, 0]
+
+
+def test_rows_that_cannot_be_put_in_cost_their_own_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.zeros(4, 2)
+    put_in = left_values._put_in
+
+    def fails(tensor: torch.Tensor, parts: list[Any]) -> None:
+        if any(one.owner == "fails" for one, _ in parts):
+            raise MemoryError("no memory")
+        put_in(tensor, parts)
+
+    monkeypatch.setattr(left_values, "_put_in", fails)
+    failed: list[str] = []
+    ones = torch.ones(1, 2)
+    given = [
+        left("one", value, 0, edited=ones),
+        left("fails", value, 1, edited=ones, replaced=3 * ones),
+        left("two", value, 2, edited=2 * ones),
+    ]
+    found = merged(value, given, lambda owner, _: failed.append(owner))
+    assert failed == ["fails"]
+    assert found[:, 0].tolist() == [1, 0, 2, 0]
 
 
 @pytest.mark.parametrize("axis", [0, 1])

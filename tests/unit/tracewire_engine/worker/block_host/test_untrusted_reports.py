@@ -100,6 +100,14 @@ def test_what_follows_the_items_of_a_report_is_checked_each_time() -> None:
         reports.check(step(msgspec.Raw(more + b"\x91\xc4\x02x")), 2)
 
 
+@pytest.mark.parametrize(("length", "kept"), [(10, 1), (100_000, 0)])
+def test_what_is_remembered_of_reports_is_short(length: int, kept: int) -> None:
+    """A host may name a path of any length."""
+    reports = UntrustedReports(0)
+    reports.check(step(raw([Append(("a" * length,), [msgspec.msgpack.Ext(1, bytes(100))])])), 1)
+    assert len(reports._heads) == kept
+
+
 def test_more_reports_than_turns_are_refused() -> None:
     reports = UntrustedReports(0)
     reports.check(Reported(), 1)

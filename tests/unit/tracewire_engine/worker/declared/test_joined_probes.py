@@ -58,6 +58,8 @@ CASES = {
     "edits between": lambda: [[*probes(weight=SHARED), (Steer("", SHARED, scale=0.1), [1])]],
     "every second layer": lambda: [[(Probe(f"p{n}", "", weight=SHARED), [n]) for n in range(0, LAYERS, 2)]],
     "all layers of one probe": lambda: [[(Probe("all", "", weight=SHARED), list(range(LAYERS)))]] * 2,
+    "two at a layer": lambda: [[(Probe(f"p{n}", "", weight=W[n % LAYERS]), [n // 2]) for n in range(2 * LAYERS)]] * 2,
+    "two at one of two layers": lambda: [[(Probe(f"p{n}", "", weight=W[n]), [at]) for n, at in enumerate((0, 0, 2))]],
     "means": lambda: [probes(weight=SHARED, reduce="mean")],
 }
 W = [weight() for _ in range(LAYERS)]
@@ -71,7 +73,8 @@ def test_probes_read_together_what_each_reads_by_itself(
     monkeypatch.setattr(joined_probes, "_AT_ONCE", at_once)
     lists = CASES[case]()
     declared = declared_of(*lists)
-    assert [len(one.groups) for one in joined_of(declared)] == [2 if case == "every second layer" else LAYERS]
+    count = {"every second layer": 2, "two at a layer": 2 * LAYERS}.get(case, LAYERS)
+    assert [len(one.groups) for one in joined_of(declared)] == [count]
     together, apart = read(declared, together=True), read(declared_of(*lists), together=False)
     assert len(together) == len(apart) > 1
     for mine, other in zip(together, apart, strict=True):
@@ -93,6 +96,23 @@ def test_other_reads_are_left_to_themselves(lists: list[list[tuple[object, list[
     assert joined_of(declared_of(*lists)) == []  # type: ignore[arg-type]
 
 
+def test_probes_with_large_weights_are_left_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = [probes(weight=weight()), probes(weight=weight())]
+    monkeypatch.setattr(joined_probes, "_MOST_WEIGHTS", 4 * HIDDEN * 2 * LAYERS)
+    assert joined_of(declared_of(*lists))
+    monkeypatch.setattr(joined_probes, "_MOST_WEIGHTS", 4 * HIDDEN * 2 * LAYERS - 1)
+    assert joined_of(declared_of(*lists)) == []
+
+
+def test_what_records_the_reads_finds_the_weights_made() -> None:
+    declared = declared_of(probes(weight=weight(), bias=0.5), probes(weight=weight(), bias=0.25))
+    assert declared.plan is not None
+    declared.plan.prepare_reads(declared.buffers)
+    made = [vars(one) for one in (*(declared.plan.joined or ()), *declared.plan.groups)]
+    assert len(made) == 1 + LAYERS
+    assert all("_matrix" in one or "matrix" in one for one in made)
+
+
 def test_probes_that_cannot_be_read_together_are_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,6 +122,9 @@ def test_probes_that_cannot_be_read_together_are_read_one_by_one(
     expected = read(declared_of(probes(weight=SHARED)), together=False)
     monkeypatch.setattr(JoinedProbes, "read", no_memory)
     caplog.set_level("ERROR", logger="vllm.tracewire")
-    found = read(declared_of(probes(weight=SHARED)), together=True)
+    declared = declared_of(probes(weight=SHARED))
+    found = read(declared, together=True)
     assert all(map(torch.equal, found, expected))
+    assert declared.plan is not None
+    assert declared.plan.joined == []
     assert "could not be read together" in caplog.text
