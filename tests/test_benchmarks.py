@@ -20,7 +20,17 @@ from tests.support.engine_process import EngineProcess
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 #: What the others import.
-HELPERS = {"__init__", "kind_cases", "nnsight_cpu", "processes", "quantiles", "roles", "scripted", "side_by_side"}
+HELPERS = {
+    "__init__",
+    "kind_cases",
+    "nnsight_cpu",
+    "processes",
+    "quantiles",
+    "roles",
+    "scripted",
+    "side_by_side",
+    "thread_account",
+}
 QUANTILES = {"p50", "p95", "p99"}
 
 own_engine = pytest.mark.usefixtures("starts_engine")
