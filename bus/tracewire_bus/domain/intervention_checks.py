@@ -63,7 +63,7 @@ from .condition_checks import (
 )
 from .foreign_names import our_name
 from .kind_checks import CHECKED, UNKNOWN, KnownModel, check_hold, check_kind, same_places
-from .normal_forms import NormalForms
+from .normal_forms import SIMPLE, NormalForms
 from .tree import ModuleTree
 from .value_checks import DeclarationError, check_array, check_content, check_number
 
@@ -329,8 +329,7 @@ def _normalize_one(one: Any, field: str, keep_saved: bool) -> Declared:
     return plain
 
 
-#: The types of fields whose equal values are of equal types; and the longest text that is remembered.
-_SIMPLE: Final = frozenset({str, int, float, bool, type(None)})
+#: The longest text that is remembered.
 _LONGEST: Final = 200
 
 
@@ -343,7 +342,7 @@ def _check_types(kind: type[Declared], values: tuple[Any, ...]) -> None:
         msgspec.ValidationError: a field is of another type, or has a value that is none of its literals.
     """
     types = tuple([type(value) for value in values])
-    if _SIMPLE.issuperset(types) and all(type(value) is not str or len(value) <= _LONGEST for value in values):
+    if SIMPLE.issuperset(types) and all(type(value) is not str or len(value) <= _LONGEST for value in values):
         _check_simple(kind, types, values)
     else:
         _convert(kind, values)

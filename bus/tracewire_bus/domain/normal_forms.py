@@ -15,15 +15,15 @@ import msgspec
 if TYPE_CHECKING:
     from tracewire_bus.wire.messages import Declared
 
-__all__ = ["NormalForms"]
+__all__ = ["SIMPLE", "NormalForms"]
 
 #: The most bytes of an intervention's arrays with their encoded forms, and of all that are kept; and how many
 #: interventions are.
 _LONGEST: Final = 1 << 20
 _MOST_BYTES: Final = 32 << 20
 _MOST: Final = 4096
-#: The types of fields that are compared by value.
-_SIMPLE: Final = frozenset({str, int, float, bool, type(None)})
+#: The types of fields whose equal values are of equal types, and are compared by value.
+SIMPLE: Final = frozenset({str, int, float, bool, type(None)})
 
 
 class _Array(NamedTuple):
@@ -51,7 +51,7 @@ def _alike(one: Any, other: Any) -> bool:
     """Whether a field is as it was, the elements of arrays apart."""
     if one is other:
         return True
-    return type(one) is type(other) and type(one) in _SIMPLE and bool(one == other)
+    return type(one) is type(other) and type(one) in SIMPLE and bool(one == other)
 
 
 class NormalForms:
@@ -88,7 +88,7 @@ class NormalForms:
                 # A view keeps all of the array alive of which it is a part.
                 whole = value if value.base is None else value.base
                 size += len(encoded.data) + getattr(whole, "nbytes", _LONGEST)
-            elif type(value) not in _SIMPLE:
+            elif type(value) not in SIMPLE:
                 return
         if not arrays or size > _LONGEST:
             return

@@ -16,8 +16,7 @@ import pytest
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.e2e.speculation.test_declared import (  # noqa: F401 (they run here)
-    at_once,
-    check,
+    compared_when_preempted,
     test_a_change_while_it_runs_holds_from_the_token_that_the_event_names,
     test_a_standing_intervention_acts_on_the_drafts_of_plain_requests,
     test_it_ends_at_the_token_at_which_it_ends_without_drafts,
@@ -85,20 +84,8 @@ async def test_other_methods_of_drafting_ahead(
 
 async def test_it_goes_on_where_it_was_when_it_was_preempted(ahead: Any, config: Any, starts_engine: None) -> None:
     """With KV blocks for a few requests, in float32, with copies of what preempted ones have computed, and without."""
-    declared = [kind(number) for number, kind in enumerate(DRAFTED.values())]
     short = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512}
-    drafted = {**short, **ahead, "speculative_config": config, "kv_cache_memory_bytes": 12 << 20}
-    found = []
-    for options in (
+    await compared_when_preempted(
         {**short, "async_scheduling": False, "kv_cache_memory_bytes": 256 << 20},
-        {**drafted, "kept_bytes": 1 << 30},
-        {**drafted, "kept_bytes": 0},
-    ):
-        async with engine_inside(**options) as (engine, url), connect(url) as one:
-            found.append(await at_once(one, declared, 120))
-            there = await counts(engine)
-            await forgotten(engine)
-        if len(found) > 1:
-            assert there["preemptions"] > 3
-            assert there["taken"] > 100
-            check(found[-1], found[0], options["kept_bytes"], tolerance=2.0**-16)
+        {**short, **ahead, "speculative_config": config, "kv_cache_memory_bytes": 12 << 20},
+    )

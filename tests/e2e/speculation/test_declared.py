@@ -163,22 +163,16 @@ def check(found: list[Any], known: list[Any], what: Any, tolerance: float | None
         assert not differ, (what, number, differ)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None) -> None:
-    """With KV blocks for a few requests: with copies of what preempted ones have computed, and without.
+async def compared_when_preempted(undrafted: dict[str, Any], drafted: dict[str, Any]) -> None:
+    """Requests that engines with drafts preempt come to what they do on one without drafts, which preempts none.
 
-    In float32, so that what is read late in a trace shows what was computed early.
+    Args:
+        undrafted: the settings of the engine without drafts.
+        drafted: those of the others: one keeps copies of what preempted requests have computed, and one does not.
     """
     declared = [kind(number) for number, kind in enumerate(DRAFTED.values())]
-    short = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512, "kv_cache_memory_bytes": 6 << 20}
-    drafted = {**short, "speculative_config": NGRAM}
     found = []
-    for options in (
-        {**short, "kv_cache_memory_bytes": 256 << 20},
-        {**drafted, "kept_bytes": 1 << 30},
-        {**drafted, "kept_bytes": 0},
-    ):
+    for options in (undrafted, {**drafted, "kept_bytes": 1 << 30}, {**drafted, "kept_bytes": 0}):
         async with engine_inside(**options) as (engine, url), connect(url) as one:
             found.append(await at_once(one, declared, 120))
             there = await counts(engine)
@@ -187,6 +181,17 @@ async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None
             assert there["preemptions"] > 3
             assert there["taken"] > 100
             check(found[-1], found[0], options["kept_bytes"], tolerance=2.0**-16)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+async def test_it_goes_on_where_it_was_when_it_was_preempted(starts_engine: None) -> None:
+    """With KV blocks for a few requests: with copies of what preempted ones have computed, and without.
+
+    In float32, so that what is read late in a trace shows what was computed early.
+    """
+    short = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512, "kv_cache_memory_bytes": 6 << 20}
+    await compared_when_preempted({**short, "kv_cache_memory_bytes": 256 << 20}, {**short, "speculative_config": NGRAM})
 
 
 @pytest.mark.full
