@@ -173,16 +173,17 @@ class Driver:
             time_limit.limit_together(limit - used if limit else None)
             self._names += turn.names
             reply = Reply()
-            for event in turn.events:
-                self._expect_unchanged(reply)
-                if isinstance(event, Began):
-                    time_limit.limit_together(limit or None)
-                    usual = not event.new
-                self._take(event, reply)
-                ended += isinstance(event, Ended)
-                if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
-                    # If the next step's blocks take long, what this one has saved is there.
-                    self._link.flush(turns + ended, mark, replied=False)
+            with time_limit.timer_once():
+                for event in turn.events:
+                    self._expect_unchanged(reply)
+                    if isinstance(event, Began):
+                        time_limit.limit_together(limit or None)
+                        usual = not event.new
+                    self._take(event, reply)
+                    ended += isinstance(event, Ended)
+                    if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
+                        # If the next step's blocks take long, what this one has saved is there.
+                        self._link.flush(turns + ended, mark, replied=False)
             turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
             used_us = (time.thread_time_ns() - worked) // (1000 * max(1, ended)) if usual else 0

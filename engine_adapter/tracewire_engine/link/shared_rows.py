@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ __all__ = [
 #: Where a tensor may begin: at multiples of this.
 _ALIGNED = 64
 
-#: How much of the memory is used in turns before it begins anew, unless one value needs more.
+#: Up to which byte memory is given out, unless one value needs more.
 _TURN = 32 << 20
 
 #: The kinds of a skeleton's nodes. All but plain values are lists that begin with one of these.
@@ -140,10 +141,17 @@ class CopiedRows:
         return torch.cat(self._pieces) if self._pieces else torch.empty(0, dtype=torch.uint8)
 
 
+class _Given(NamedTuple):
+    """A piece of memory that was given out: how many bytes there were with it, and its first byte."""
+
+    taken: int
+    start: int
+
+
 class RowMemory(RowBytes):
     """A piece of memory that two processes share, into which one of them writes.
 
-    Bytes are used in turns. `taken` counts all bytes ever given out, and `returned` those of them that the reader no
+    `taken` counts all bytes ever given out, and `returned` those of them that the reader no
     longer needs.
     """
 
@@ -153,6 +161,8 @@ class RowMemory(RowBytes):
         self.descriptor = descriptor
         self.taken = self.returned = 0
         self._next = 0
+        #: The pieces that were given out, the oldest first.
+        self._given: deque[_Given] = deque()
 
     @classmethod
     def create(cls, size: int) -> RowMemory:
@@ -163,20 +173,29 @@ class RowMemory(RowBytes):
         return cls(descriptor, size)
 
     def room(self, size: int) -> int | None:
-        """Where `size` bytes can be written: the first byte. `None` while the reader still needs too many others."""
+        """Where `size` bytes can be written: the first byte. `None` while the reader still needs too many others.
+
+        Bytes near the beginning come first: memory that was written a moment ago takes less time to write again.
+        """
         size = aligned(size)
-        if self.taken == self.returned:
-            self._next = 0
-        held = self.taken - self.returned
-        start, turn = self._next, min(self.size, max(_TURN, 2 * size))
-        skipped = 0
-        if start + size > turn and start:
-            # What is left of this turn counts as taken, and is returned with the bytes behind it.
-            skipped, start = max(0, turn - start), 0
-        if size > self.size or (held + skipped + size > turn and held):
+        given, returned = self._given, self.returned
+        while given and given[0].taken <= returned:
+            given.popleft()
+        turn = min(self.size, max(_TURN, 2 * size))
+        start = self._next
+        if not given:
+            start, end = 0, self.size
+        elif start > (oldest := given[0].start):
+            # Free are those behind the newest bytes, and those before the oldest.
+            start, end = (0, oldest) if size <= oldest else (start, turn)
+        else:
+            end = oldest
+        if start + size > end:
             return None
-        self.taken += skipped + size
+        self.taken += size
         self._next = start + size
+        if size:
+            given.append(_Given(self.taken, start))
         return start
 
     def reset(self) -> None:
@@ -193,22 +212,38 @@ class RowMemory(RowBytes):
         """Copy bytes to byte `start` and on."""
         self._map[start : start + len(data)] = data
 
-    def put_rows(self, rows: np.ndarray[Any, Any], start: int, size: int) -> None:
+    def put_rows(self, values: np.ndarray[Any, Any], rows: Any, start: int, size: int) -> None:
         """Copy rows of several tensors to byte `start` and on.
 
         Args:
-            rows: bytes, by tensor, row, and byte of the row.
+            values: bytes, by tensor, row, and byte of the row.
+            rows: which of the rows, as a slice or as their indices.
             start: the first byte.
             size: from one tensor's first byte to the next one's.
         """
-        np.ndarray(rows.shape, np.uint8, self._map, start, (size, rows.shape[2], 1))[...] = rows
+        tensors, _, width = values.shape
+        if type(rows) is slice:
+            values = values[:, rows]
+            np.ndarray(values.shape, np.uint8, self._map, start, (size, width, 1))[...] = values
+            return
+        there = np.ndarray((tensors, len(rows), width), np.uint8, self._map, start, (size, width, 1))
+        for own, given in zip(there, values, strict=True):
+            # All indices are rows, and the other modes copy at once where they go.
+            np.take(given, rows, axis=0, out=own, mode="clip")
 
     def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
         """Whether a tensor has the very bytes that lie there, NaN included."""
-        if not tensor.numel():
+        size = tensor.nbytes
+        if not size:
             return True
-        there = self._bytes[shape.start : shape.start + tensor.nbytes]
-        return bool(torch.equal(tensor.contiguous().view(-1).view(torch.uint8), there))
+        own = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        there = self._array[shape.start : shape.start + size]
+        # Eight bytes at a time: single ones take ten times as long.
+        eights = size - size % 8
+        return bool(
+            np.array_equal(own[:eights].view(np.int64), there[:eights].view(np.int64))
+            and np.array_equal(own[eights:], there[eights:])
+        )
 
     def close(self) -> None:
         """Let go of the memory, once no tensor refers to it."""

@@ -19,7 +19,7 @@ from tracewire_bus.wire.messages import Append
 from tracewire_engine.link.shared_ring import RingCopy
 from tracewire_engine.link.step_link import LinkSender
 from tracewire_engine.protocol.messages import Applied, FinishRecord, Report, StepRecord
-from tracewire_engine.worker.blocks import save_marks
+from tracewire_engine.worker.blocks import save_marks, time_limit
 from tracewire_engine.worker.blocks.failures import failure_of, is_stop
 from tracewire_engine.worker.blocks.request import Request
 from tracewire_engine.worker.blocks.shared_values import SharedRun
@@ -146,7 +146,8 @@ class StepReporter:
                 live.append((request, progress, saves))
                 _collect_new(progress.tracker, saves, new)
         if live:
-            self._read_saves(live, new)
+            with time_limit.timer_once():
+                self._read_saves(live, new)
 
     def _read_saves(self, live: list[tuple[Request, RequestProgress, dict[str, Any]]], new: list[Any]) -> None:
         """Add the new saves of these requests, and all new shared values, to the report.

@@ -139,6 +139,19 @@ class _Box:
         self.cursor = min(start + WINDOW, known)
         return start, self.cursor
 
+    def unchanged(self) -> bool:
+        """Whether the known items of a list to check in this step are the same objects. If not, they are checked again."""
+        before = self.cursor
+        start, stop = self.window()
+        if stop - start == len(self.items):
+            known, now = self.items, self.value
+        else:
+            known, now = self.items[start:stop], self.value[start:stop]
+        if any(map(is_not, known, now)):
+            self.cursor = before
+            return False
+        return True
+
 
 _Shadow = _Leaf | _Box
 
@@ -315,7 +328,7 @@ class SaveTracker:
             if type(box) is not _Box or box.value is not value or type(value) is not list or box.boxes:
                 return None
             known = len(box.items)
-            if known > WINDOW or len(value) < known or any(map(is_not, box.items, value)):
+            if len(value) < known or not box.unchanged():
                 return None
             if len(value) > known:
                 items = value[known:]

@@ -22,7 +22,7 @@ from .host import BlockHost
 from .rank_link import Edit, edit_of
 from .report_thread import ReportThread, lost, too_slow
 from .rows import NoRoom, SharedRows, StepRows
-from .staged_step import StagedStep
+from .staged_step import StagedStep, StageLayout
 
 __all__ = ["HostTurns"]
 
@@ -54,6 +54,20 @@ class HostTurns:
         self.passed: array[int] = array("H")
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
+        #: Of steps that are laid out as this one, by the hosts.
+        self._layouts: dict[tuple[BlockHost, ...], StageLayout] = {}
+
+    def lay_out(self) -> None:
+        """Begin a step that is laid out in another way than the one before."""
+        self._layouts.clear()
+
+    def stage(self, rows: dict[BlockHost, StepRows], *, pinned: bool, expected: int = 0) -> StagedStep:
+        """A step's values for these hosts, each of which has these rows (see `StagedStep`)."""
+        hosts = tuple(rows)
+        layout = self._layouts.get(hosts)
+        if layout is None:
+            layout = self._layouts[hosts] = StageLayout(rows)
+        return StagedStep(layout, pinned=pinned, expected=expected)
 
     def begin_step(self) -> None:
         """Begin a step: the model has passed nothing, and waited for nothing."""
@@ -96,7 +110,7 @@ class HostTurns:
     ) -> None:
         """Share a value with these hosts, each of which has these rows."""
         hosts, inside = list(rows), f".{SOURCE}." in location
-        step = StagedStep(rows, pinned=pinned)
+        step = self.stage(rows, pinned=pinned)
         try:
             step.reach(location, value, hosts, len(self.passed), by_request=by_request, rows_only=inside)
         except Exception as error:  # it costs the hosts, not the engine
@@ -156,7 +170,7 @@ class HostTurns:
             Whether the host is there.
         """
         if waits:
-            self._reports.wait_for(host)
+            self._reports.send_now((host,))
         try:
             turn = host.send(self._names, waits=waits, later=later)
         except Exception as error:  # it costs the host, not the engine
@@ -166,6 +180,12 @@ class HostTurns:
         if turn is not None:
             self._reports.send_later(turn)
         return True
+
+    def begin(self, hosts: list[BlockHost]) -> None:
+        """Send these hosts what they have not been told, so that they begin the step while the model does."""
+        for host in hosts:
+            self.send(host)
+        self._reports.send_now(hosts)
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
         """Send these hosts what they have not been told, and wait for their replies."""

@@ -243,19 +243,20 @@ class HostedBlocks:
         self._reports.between_steps()
         if self._layout is None or not self._layout.is_of(scheduled, present):
             self._layout = _Layout(scheduled, present, self._of)
+            self._turns.lay_out()
         layout = self._layout
         self._active = [host for host in layout.requests if host.failure is None]
-        waiting = []
+        waiting, ahead = [], []
         for host in self._active:
             before, new = host.present, host.new
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
             host.begin(spans, layout.rows[host])
             if host.reads is None:
                 # The last reply said nothing of requests that were not in its step.
-                if host.begins or not host.present <= before:
-                    waiting.append(host)
+                (waiting if host.begins or not host.present <= before else ahead).append(host)
             elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
+        self._turns.begin(ahead)
         self._turns.ask(waiting)
         self._watch()
         if self._others is not None and told:
@@ -345,7 +346,7 @@ class HostedBlocks:
         try:
             if self._staged is None:
                 rows = {host: host.rows for host in self._active if host.reads is not None and host.rows is not None}
-                self._staged = StagedStep(rows, pinned=self._on_gpu, expected=self._expected)
+                self._staged = self._turns.stage(rows, pinned=self._on_gpu, expected=self._expected)
             self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside)
         except Exception as error:  # it costs the hosts, not the engine
             for host in readers:
@@ -364,7 +365,7 @@ class HostedBlocks:
         staged.leave()
         for host in readers if wait else ():
             if host.failure is None and self._turns.send(host):
-                self._reports.wait_for(host)
+                self._reports.send_now((host,))
 
     def end(self) -> None:
         """End the step: the hosts report it."""
@@ -373,7 +374,8 @@ class HostedBlocks:
         for host in self._active:
             if host.failure is None:
                 host.end(self._turns.passed)
-                self._turns.send(host, later=host.reads is not None and self._reports.short)
+                # It is told of the next step soon.
+                self._turns.send(host, later=self._reports.short)
             else:
                 host.drop_untold()
         self._active, self._watching = [], {}

@@ -22,7 +22,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -63,7 +63,7 @@ _GATHER_S, _GATHERED = 0.0002, 3
 _STEP_S, _WAIT_S = 0.005, 0.005
 
 #: How long a step takes at least of which hosts are told at once, and how long shorter ones may wait, in seconds.
-_LONG_S, _HELD_S = 0.004, 0.003
+_LONG_S, _HELD_S = 0.006, 0.004
 
 #: How long a host that traces share is kept without any, in seconds; and how many such hosts are.
 IDLE_S, IDLE = 60.0, 8
@@ -128,11 +128,11 @@ class ReportThread:
         if len(self._late) == 1:
             os.eventfd_write(self._wake, 1)
 
-    def wait_for(self, host: BlockHost) -> None:
-        """Wait until no turn of a host waits for its rows."""
-        if host.queued:
+    def send_now(self, hosts: Collection[BlockHost]) -> None:
+        """Send the turns of these hosts that wait, and of no other host. Waits for their rows."""
+        if any(host.queued for host in hosts):
             with self._working:
-                self._send_late(wait=True)
+                self._send_turns([turn for turn in list(self._late) if turn.host in hosts])
 
     def do(self, job: Callable[[], None]) -> None:
         """Run a job, behind what is done now and the jobs before."""
@@ -246,13 +246,22 @@ class ReportThread:
 
     def _send_late(self, *, wait: bool) -> None:
         """Send the turns whose rows are on the host, or all turns if this may wait for rows: each host's as one."""
-        turns: dict[BlockHost, LateTurn] = {}
-        while self._late and (wait or self._late[0].ready):
-            turn = self._late.popleft()
-            first = turns.setdefault(turn.host, turn)
+        ready = []
+        for turn in list(self._late):
+            if not wait and not turn.ready:
+                break
+            ready.append(turn)
+        self._send_turns(ready)
+
+    def _send_turns(self, turns: list[LateTurn]) -> None:
+        """Send some of the turns that wait: each host's as one."""
+        joined: dict[BlockHost, LateTurn] = {}
+        for turn in turns:
+            self._late.remove(turn)
+            first = joined.setdefault(turn.host, turn)
             if first is not turn:
                 first.join(turn)
-        for host, turn in turns.items():
+        for host, turn in joined.items():
             try:
                 turn.send()
             except Exception as error:  # it costs the host, not the engine

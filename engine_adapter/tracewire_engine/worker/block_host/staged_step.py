@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tracewire_engine.protocol.block_host import Reached, Shape, Shared
 from .row_buffer import MOST_KEPT, RowBuffer
 from .rows import StepRows, Withheld
 
-__all__ = ["HostRows", "HostShare", "Reading", "StagedStep"]
+__all__ = ["HostRows", "HostShare", "Reading", "StageLayout", "StagedStep"]
 
 #: How many bytes of a host's rows one message tells of at most, unless a single value has more.
 _TOLD = 16 << 20
@@ -32,18 +32,23 @@ class _Form:
 
     Args:
         tensor: one of them.
-        axis: of its rows; -1 if it has no row of each token or request.
-        by_request: whether it has a row of each request.
-        buffer: where it is copied to.
-        row: the bytes of a row.
-        count: how many rows are copied.
+        place: the axis of its rows, and whether it has one of each request; `None` if it has none of tokens or requests.
+        rows: the first row that is copied, and the one behind the last.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, axis: int, buffer: RowBuffer, row: int, count: int, *, by_request: bool
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, place: tuple[int, bool] | None, rows: tuple[int, int]) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.axis, self.by_request, self.buffer, self.row, self.count = axis, by_request, buffer, row, count
+        self.axis, self.by_request = (-1, False) if place is None else place
+        self.low, self.count = (0, 1) if place is None else (rows[0], rows[1] - rows[0])
+        #: Whether all of the tensor is copied.
+        self.whole = place is None or self.count == tensor.shape[place[0]]
+        self.size = tensor.nbytes if self.whole else tensor.nbytes // tensor.shape[self.axis] * self.count
+        #: The bytes of a row.
+        self.row = self.size // max(1, self.count)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is copied of a tensor."""
+        return tensor if self.whole else tensor.narrow(self.axis, self.low, self.count)
 
 
 class _Fit(NamedTuple):
@@ -55,10 +60,18 @@ class _Fit(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """A tensor of a value: its form, and its first byte in the buffer."""
+    """A tensor of a value: its form, where it is copied to, and its first byte there."""
 
     form: _Form
+    buffer: RowBuffer
     start: int
+
+
+class _Pattern(NamedTuple):
+    """A value that is a tensor, or a tuple of tensors: its skeleton, and the forms of the tensors."""
+
+    skeleton: Any
+    forms: list[_Form]
 
 
 class Reading(NamedTuple):
@@ -77,25 +90,82 @@ class Reading(NamedTuple):
     hosts: Sequence[Any]
 
 
+class StageLayout:
+    """What steps of one layout have in common: where the rows of hosts lie in the values.
+
+    Args:
+        rows: those of each of the hosts, by the host.
+    """
+
+    def __init__(self, rows: Mapping[Any, StepRows]) -> None:
+        self._of_hosts = rows
+        #: Any of them: all say alike which tensors have rows.
+        self._rows = next(iter(rows.values()))
+        bounds = [[one.bounds(by_request=by_request) for one in rows.values()] for by_request in (False, True)]
+        #: The first row that any host has, and the one behind the last, by `by_request`.
+        self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
+        self._forms: dict[Any, _Form] = {}
+        self._fits: dict[tuple[Any, _Form], _Fit] = {}
+        self._patterns: dict[Any, _Pattern] = {}
+
+    def has_rows(self, tensor: torch.Tensor, *, by_request: bool) -> bool:
+        """Whether a tensor has a row of each token or request."""
+        return self._rows.place_of(tensor, by_request=by_request) is not None
+
+    def form(self, tensor: torch.Tensor, *, by_request: bool) -> _Form:
+        """The form of a tensor."""
+        place = self._rows.place_of(tensor, by_request=by_request)
+        key = tensor.shape, tensor.dtype, place
+        form = self._forms.get(key)
+        if form is None:
+            rows = (0, 0) if place is None else self._bounds[place[1]]
+            form = self._forms[key] = _Form(tensor, place, rows)
+        return form
+
+    def pattern(self, value: Any, *, by_request: bool) -> _Pattern | None:
+        """The pattern of a value; `None` if it is neither a tensor nor a tuple of tensors."""
+        tensors = value if type(value) is tuple else (value,)
+        if any([type(one) is not torch.Tensor for one in tensors]):
+            return None
+        key = (by_request, type(value), *[(one.shape, one.dtype) for one in tensors])
+        found = self._patterns.get(key)
+        if found is None:
+            skeleton = pack_value(value, lambda _: Shape("", (), 0), lambda _: None).skeleton
+            forms = [self.form(one, by_request=by_request) for one in tensors]
+            found = self._patterns[key] = _Pattern(skeleton, forms)
+        return found
+
+    def fit(self, host: Any, form: _Form) -> _Fit:
+        """A host's rows in tensors of a form."""
+        found = self._fits.get((host, form))
+        if found is None:
+            found = self._fits[host, form] = self._fit(form, self._of_hosts[host])
+        return found
+
+    def _fit(self, form: _Form, rows: StepRows) -> _Fit:
+        if form.axis < 0:
+            return _Fit(aligned(form.row), form.shape, slice(0, 1))
+        count = rows.count(by_request=form.by_request)
+        shape = (*form.shape[: form.axis], count, *form.shape[form.axis + 1 :])
+        index = rows.index(form.low, by_request=form.by_request)
+        return _Fit(aligned(form.row * count), shape, index)
+
+
 class StagedStep:
     """The values that a step reaches, for the hosts whose blocks only read.
 
     Args:
-        rows: those of each of the hosts, by the host.
+        layout: of the step, for these hosts.
         pinned: whether values may lie on a GPU.
         expected: how many bytes it may come to.
     """
 
-    def __init__(self, rows: Mapping[Any, StepRows], *, pinned: bool, expected: int = 0) -> None:
-        self._of_hosts, self._pinned, self._expected = rows, pinned, expected
-        #: Any of them: all say alike which tensors have rows.
-        self._rows = next(iter(rows.values()))
-        bounds = [[one.bounds(by_request=by_request) for one in rows.values()] for by_request in (False, True)]
-        #: The first row that any host has, and the last one, by `by_request`.
-        self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
+    _free_events: ClassVar[list[Any]] = []
+
+    def __init__(self, layout: StageLayout, *, pinned: bool, expected: int = 0) -> None:
+        self._layout, self._pinned, self._expected = layout, pinned, expected
         self.readings: list[Reading] = []
         self._buffers: list[RowBuffer] = []
-        self._forms: dict[Any, _Form] = {}
         self._next = 0
         #: How many bytes are staged.
         self.size = 0
@@ -121,11 +191,24 @@ class StagedStep:
         Raises:
             SharedValueError: the value cannot be shared.
         """
+        pattern = None if rows_only else self._layout.pattern(value, by_request=by_request)
+        if pattern is not None:
+            values = value if type(value) is tuple else (value,)
+            tensors = [self._stage(one, form) for one, form in zip(values, pattern.forms, strict=True)]
+            self.readings.append(Reading(location, pattern.skeleton, tensors, passed, by_request, hosts))
+        else:
+            self.readings.append(self._read(location, value, hosts, passed, by_request=by_request, rows_only=rows_only))
+
+    def _read(
+        self, location: str, value: Any, hosts: Sequence[Any], passed: int, *, by_request: bool, rows_only: bool
+    ) -> Reading:
+        """Stage a value of any kind."""
+        layout = self._layout
         tensors: list[_Staged] = []
         others = 0
 
         def write(tensor: torch.Tensor) -> Shape:
-            tensors.append(self._stage(tensor, by_request=by_request))
+            tensors.append(self._stage(tensor, layout.form(tensor, by_request=by_request)))
             return Shape("", (), 0)
 
         def other(one: Any) -> Any:
@@ -136,56 +219,41 @@ class StagedStep:
             return [others - 1, type(one).__name__]
 
         def with_rows(tensor: torch.Tensor) -> Any:
-            return tensor if self._rows.place_of(tensor, by_request=by_request) is not None else Withheld()
+            return tensor if layout.has_rows(tensor, by_request=by_request) else Withheld()
 
         given = apply(value, with_rows, torch.Tensor) if rows_only else value
         skeleton = pack_value(given, write, other).skeleton
-        self.readings.append(Reading(location, skeleton, tensors, passed, by_request, hosts))
+        return Reading(location, skeleton, tensors, passed, by_request, hosts)
 
-    def _stage(self, tensor: torch.Tensor, *, by_request: bool) -> _Staged:
-        place = self._rows.place_of(tensor, by_request=by_request)
-        kept, count = tensor, 1
-        if place is not None:
-            low, high = self._bounds[place[1]]
-            count = high - low
-            kept = tensor if count == tensor.shape[place[0]] else tensor.narrow(place[0], low, count)
-        size = kept.nbytes
+    def _stage(self, tensor: torch.Tensor, form: _Form) -> _Staged:
+        size = form.size
         if not self._buffers or self._next + size > self._buffers[-1].size:
             wanted = max(size, 2 * self.size, min(self._expected, MOST_KEPT))
             self._buffers.append(RowBuffer.take(wanted, pinned=self._pinned))
             self._next = 0
         buffer, start = self._buffers[-1], self._next
         if size:
-            buffer.copy(kept, start)
+            buffer.copy(form.kept(tensor), start)
         self._next += aligned(size)
         self.size += aligned(size)
-        key = tensor.shape, tensor.dtype, place, buffer
-        form = self._forms.get(key)
-        if form is None:
-            axis, of_requests = (-1, False) if place is None else place
-            form = self._forms[key] = _Form(tensor, axis, buffer, size // max(1, count), count, by_request=of_requests)
-        return _Staged(form, start)
+        return _Staged(form, buffer, start)
 
     def seal(self) -> None:
         """Take no more values."""
         if self._pinned and self._copied is None:
-            self._copied = torch.cuda.Event()
+            free = self._free_events
+            self._copied = free.pop() if free else torch.cuda.Event()
             self._copied.record()
 
     # --- what hosts get -----------------------------------------------------------------------------------------------
 
     def share_of(self, host: Any) -> HostShare:
         """What a host gets."""
-        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], self._of_hosts[host])
+        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], host)
 
-    def fit(self, form: _Form, rows: StepRows) -> _Fit:
+    def fit(self, host: Any, form: _Form) -> _Fit:
         """A host's rows in tensors of a form."""
-        if form.axis < 0:
-            return _Fit(aligned(form.row), form.shape, slice(0, 1))
-        count = rows.count(by_request=form.by_request)
-        shape = (*form.shape[: form.axis], count, *form.shape[form.axis + 1 :])
-        index = rows.index(self._bounds[form.by_request][0], by_request=form.by_request)
-        return _Fit(aligned(form.row * count), shape, index)
+        return self._layout.fit(host, form)
 
     def join(self) -> None:
         """Another user needs it."""
@@ -214,20 +282,19 @@ class StagedStep:
             for buffer in self._buffers:
                 buffer.give_back()
             self._buffers = []
+            if self._done and self._copied is not None:
+                self._free_events.append(self._copied)
+                self._copied = None
 
 
 class HostShare:
     """What a host gets of a step."""
 
-    def __init__(self, step: StagedStep, readings: list[Reading], rows: StepRows) -> None:
-        self._step, self._readings, self._rows = step, readings, rows
-        self._fits: dict[_Form, _Fit] = {}
+    def __init__(self, step: StagedStep, readings: list[Reading], host: Any) -> None:
+        self._step, self._readings, self._host = step, readings, host
 
     def _fit(self, form: _Form) -> _Fit:
-        fit = self._fits.get(form)
-        if fit is None:
-            fit = self._fits[form] = self._step.fit(form, self._rows)
-        return fit
+        return self._step.fit(self._host, form)
 
     def _size(self, reading: Reading) -> int:
         return sum([self._fit(one.form).size for one in reading.tensors])
@@ -284,17 +351,18 @@ class _Piece:
     """Tensors of one form that lie at equal distances, of which a host gets the same rows."""
 
     def __init__(self, first: _Staged, start: int, size: int, index: Any) -> None:
-        self._form, self._first, self._distance = first.form, first.start, 0
+        self._form, self._first, self._distance = first.form, first, 0
         self._start, self._size, self._index = start, size, index
         self._count = 1
 
     def takes(self, one: _Staged) -> bool:
         """Take another tensor, if it is the next at the same distance."""
-        if one.form is not self._form:
+        if one.form is not self._form or one.buffer is not self._first.buffer:
             return False
-        if self._count == 1 and one.start > self._first:
-            self._distance = one.start - self._first
-        if one.start != self._first + self._count * self._distance:
+        first = self._first.start
+        if self._count == 1 and one.start > first:
+            self._distance = one.start - first
+        if one.start != first + self._count * self._distance:
             return False
         self._count += 1
         return True
@@ -304,8 +372,8 @@ class _Piece:
         form = self._form
         if form.row:
             shape, strides = (self._count, form.count, form.row), (self._distance, form.row, 1)
-            held = np.ndarray(shape, np.uint8, form.buffer.array, self._first, strides)
-            memory.put_rows(held[:, self._index], self._start, self._size)
+            held = np.ndarray(shape, np.uint8, self._first.buffer.array, self._first.start, strides)
+            memory.put_rows(held, self._index, self._start, self._size)
 
 
 class HostRows:

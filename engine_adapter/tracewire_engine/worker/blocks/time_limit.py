@@ -49,6 +49,7 @@ __all__ = [
         "left_together",
         "limit_together",
         "stop_shared_timer",
+        "timer_once",
     ),
     *("limit_turns", "shielded", "timeout", "turn"),
 ]
@@ -83,6 +84,8 @@ _second: SecondTimer | None = None
 _places: SecondTimer | None = None
 #: Whether one setting of the timer serves several turns, and whether this module handles the process's signals.
 _timer_shared = False
+#: Whether the next turn begins that, and only `timer_once` ends it.
+_shares_next = False
 _guarding = False
 #: The handler of SIGTERM that was there before this module's; and whether a SIGTERM came during a block's turn.
 _terminate: Any = None
@@ -308,8 +311,10 @@ def begin(budget: Budget) -> Budget | None:
         The budget of the turn that this one interrupts, if any; pass it to `end`.
     """
     global _running, _began, _module_count
-    now = time.monotonic()
     outer = _running
+    if _shares_next and outer is None and not _timer_shared:
+        start_shared_timer()
+    now = time.monotonic()
     if outer is not None:
         outer.left_s -= now - _began
     else:
@@ -379,7 +384,7 @@ def _end_process() -> None:
 def start_shared_timer() -> None:
     """Set the timer once for the turns that follow, until `stop_shared_timer`. Each still has a budget of its own."""
     global _timer_shared
-    if _limit_s and _running is None:
+    if _limit_s and _running is None and not _timer_shared:
         _guard()
         _start(_limit_s)
         _timer_shared = True
@@ -387,12 +392,24 @@ def start_shared_timer() -> None:
 
 
 def stop_shared_timer() -> None:
-    """Stop the timer that `start_shared_timer` set."""
+    """Stop the timer that `start_shared_timer` set, unless `timer_once` does so later."""
     global _timer_shared
-    if _timer_shared and _running is None:
+    if _timer_shared and _running is None and not _shares_next:
         _timer_shared = False
         _stop()
         _check_pass()
+
+
+@contextmanager
+def timer_once() -> Iterator[None]:
+    """Set the timer once for all turns of this context, with the first of them if there is any."""
+    global _shares_next
+    before, _shares_next = _shares_next, True
+    try:
+        yield
+    finally:
+        _shares_next = before
+        stop_shared_timer()
 
 
 def _start(seconds: float) -> None:

@@ -357,7 +357,7 @@ def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypa
     thread, known, host, _ = stepping(monkeypatch, 3600.0)
     late: Any = Rows()
     thread.send_later(LateTurn(known, Turn([], mark=7), [late]))
-    thread.wait_for(known)
+    thread.send_now((known,))
     assert late.done
     assert HostChannel(host._other[1]).arrived() == [msgspec.msgpack.encode(Turn([], mark=7))]
 
@@ -370,7 +370,7 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
     thread, known, host, sent = stepping(monkeypatch, 3600.0)
     broken: Any = Broken()
     thread.send_later(LateTurn(known, Turn([]), [broken]))
-    thread.wait_for(known)
+    thread.send_now((known,))
     while sent.reports.empty():
         thread.between_steps()
     assert sent.next().steps[0].ended == "error"

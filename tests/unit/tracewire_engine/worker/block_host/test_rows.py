@@ -13,7 +13,7 @@ from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpac
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
 from tracewire_engine.worker.block_host.left_values import Left, merged
 from tracewire_engine.worker.block_host.rows import SharedRows, StepRows
-from tracewire_engine.worker.block_host.staged_step import StagedStep
+from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
 
 #: Tokens 0, 3 and 4 of five, in the first and the third of three requests.
 ROWS = StepRows([(0, 1), (3, 2)], [0, 2], 5, 3)
@@ -21,7 +21,7 @@ ROWS = StepRows([(0, 1), (3, 2)], [0, 2], 5, 3)
 
 def given(value: Any, **how: bool) -> Any:
     """The value that the host of `ROWS` gets."""
-    step, memory = StagedStep({"host": ROWS}, pinned=False), RowMemory.create(1 << 16)
+    step, memory = StagedStep(StageLayout({"host": ROWS}), pinned=False), RowMemory.create(1 << 16)
     step.reach("", value, ["host"], 0, **{"by_request": False, "rows_only": False, **how})
     share = step.share_of("host")
     found = share.give(share.parts()[0], memory, array("H"), 0)

@@ -15,7 +15,7 @@ from tracewire_engine.protocol.block_host import Reached
 from tracewire_engine.worker.block_host import hosted_blocks, staged_step
 from tracewire_engine.worker.block_host.row_buffer import RowBuffer
 from tracewire_engine.worker.block_host.rows import StepRows
-from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep
+from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep, StageLayout
 
 #: Tokens 0, 3 and 4 of six for one host, and token 1 for the other; of the requests 0 and 2, and 1.
 ONE, OTHER = StepRows([(0, 1), (3, 2)], [0, 2], 6, 4), StepRows([(1, 1)], [1], 6, 4)
@@ -56,7 +56,7 @@ def cut(value: Any, rows: StepRows, *, rows_only: bool) -> Any:
 
 
 def staged(values: list[Any], *, rows_only: bool = False) -> StagedStep:
-    step = StagedStep({"one": ONE, "other": OTHER}, pinned=False)
+    step = StagedStep(StageLayout({"one": ONE, "other": OTHER}), pinned=False)
     for place, value in enumerate(values):
         hosts = ["one", "other"] if place != 1 else ["one"]
         step.reach(f"at.{place}", value, hosts, 2 * place, by_request=False, rows_only=rows_only)
@@ -103,7 +103,7 @@ def test_a_value_that_changes_later_is_as_it_was() -> None:
 
 def test_values_of_one_form_are_copied_together() -> None:
     layers = [torch.full((6, 8), float(layer)) for layer in range(20)]
-    step = StagedStep({"one": ONE}, pinned=False)
+    step = StagedStep(StageLayout({"one": ONE}), pinned=False)
     for layer, value in enumerate(layers):
         step.reach(f"at.{layer}", (value, value + 0.5), ["one"], layer, by_request=False, rows_only=False)
     share, memory = step.share_of("one"), RowMemory.create(1 << 16)
@@ -120,7 +120,7 @@ def test_values_of_one_form_are_copied_together() -> None:
 
 def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_step, "_TOLD", 128)
-    step = StagedStep({"one": ONE}, pinned=False)
+    step = StagedStep(StageLayout({"one": ONE}), pinned=False)
     for layer in range(5):
         step.reach(f"at.{layer}", torch.zeros(6, 4), ["one"], layer, by_request=False, rows_only=False)
     share = step.share_of("one")
