@@ -78,8 +78,8 @@ class ReferredLists:
     """The lists of interventions that a client's traces brought last, whose arrays were checked and stored.
 
     The normal form of an intervention with arrays is an object of its own, and is the same one as long as the caller
-    does not change the intervention (`normal_forms.py`). So a list of the same forms needs no other look at any of them.
-    An intervention without arrays is the caller's object, which may change, so lists with one are not remembered.
+    does not change the intervention (`normal_forms.py`). So a list of the same forms needs no other look at them. An
+    intervention without arrays is the caller's object, which may change, so lists with one are not remembered.
     """
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class Gathering:
         self.recordable = self.steady = True
         self._fail = fail
         self._found: dict[tuple[Any, ...], _Alike] = {}
-        #: Pieces of requests with the same interventions, one after the other in the batch, that are yet to be gathered.
+        #: Pieces of requests with the same interventions, one after the other in the batch, yet to be gathered.
         self._run: list[_Piece] = []
 
     def add(self, declaration: Declaration, chunk: Chunk, draft: int) -> None:
@@ -200,5 +200,6 @@ def _members_of(declaration: Declaration, place: int, chunk: Chunk, draft: int) 
             raise ValueError(f"the keys of the positions before {chunk.first} were not computed here")
         # Before the queries, which need them.
         span = chunk.start, chunk.count
-        members.insert(0, Member(declaration, op, span, chunk.first, place=place, index=index, keys=True))
+        keys = Member(declaration, op, span, chunk.first, place=place, index=index, draft=draft, keys=True)
+        members.insert(0, keys)
     return members

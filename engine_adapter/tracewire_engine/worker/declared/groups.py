@@ -387,7 +387,7 @@ def _beside(result: tuple[Collector, dict[str, torch.Tensor]]) -> Hashable:
 
 
 def _row_bytes(values: torch.Tensor) -> int:
-    return int(values.nbytes) // max(1, values.shape[0])
+    return int(values.nbytes) // max(1, int(values.shape[0]))
 
 
 def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:

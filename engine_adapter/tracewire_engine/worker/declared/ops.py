@@ -82,9 +82,7 @@ class Decoded:
         self.reads = any(op.reads for op in ops)
         self.names = [str(getattr(op.one, "name", "")) for op in ops if op.reads]
         self.locations = [location for op in ops for location, _ in op.sites]
-        self.connected = [
-            place for place, op in enumerate(ops) if op.one.when is not None or isinstance(op.one, Hold)
-        ]
+        self.connected = [place for place, op in enumerate(ops) if op.one.when is not None or isinstance(op.one, Hold)]
 
 
 class DecodedCache:
