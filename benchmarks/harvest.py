@@ -4,8 +4,8 @@
         [--ways http traces last harvest parquet] [--to FOLDER] [--stock] [--dummy] [--tap LOCATION ...]
         [--engine NAME=VALUE ...] [--settle 0] [--json] [any option of `tracewire engine`]
 
-Each round has every way once, in another order. All ways have as many prompts of so many tokens, and so many at once. No
-way has a prompt that another way or an earlier round had, so none is in a prefix cache:
+Each round has every way once, in another order. All ways have as many prompts of so many tokens, and so many at once.
+No way has a prompt that another way or an earlier round had, so none is in a prefix cache:
 
 - *stock*, with `--stock`: a stock `AsyncLLM` in a process of its own, at vLLM's defaults but for `--engine`;
 - *http*: plain requests of vLLM's own HTTP API on Tracewire's engine, from one client;

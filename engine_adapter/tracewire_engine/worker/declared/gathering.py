@@ -104,13 +104,14 @@ class Gathering:
         # The rows of interventions, by what these depend on. Each list of rows is one piece of all groups that have it.
         known: dict[tuple[Any, ...], list[tuple[_Entries, tuple[tuple[int, int], ...]]]] = {}
         for order, op in enumerate(run[0].declaration.ops if run else ()):
-            if op.rows_by is None:
+            by = op.rows_by
+            if by is None:
                 for piece in run:
                     self._gather_one(order, op, piece)
                 continue
-            found = known.get(op.rows_by)
+            found = known.get(by)
             if found is None:
-                found = known[op.rows_by] = [(one, one.spans()) for one in _entries(op, run)]
+                found = known[by] = [(one, one.spans()) for one in _entries(op, run)]
             for entries, spans in found:
                 alike = self._alike(_key(order, op, several=entries.several))
                 alike.pieces.append(spans)

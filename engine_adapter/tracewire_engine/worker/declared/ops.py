@@ -144,8 +144,7 @@ class Op:
 
     __slots__ = (
         *("__weakref__", "autoencoder", "bias", "choice", "each_token", "gives", "grouping", "head_size", "heads"),
-        *("kept", "key", "matrix", "numbers", "one", "pattern", "reads", "rows_by", "rowwise", "sites"),
-        "token_patterns",
+        *("kept", "key", "matrix", "numbers", "one", "pattern", "reads", "rowwise", "sites", "token_patterns"),
     )
 
     def __init__(
@@ -208,11 +207,14 @@ class Op:
         self.grouping = self.sites, self.key
         #: Whether it reads or edits the row of each token that a request generates.
         self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
-        #: Of one request in one step, interventions for which this is equal have the same rows. `None` where the rows
-        #: depend on more.
-        self.rows_by: tuple[Any, ...] | None = None
-        if not isinstance(one, Patch | AttentionPattern):
-            self.rows_by = self.each_token, self.reads, isinstance(one, Hold), positions
+
+    @property
+    def rows_by(self) -> tuple[Any, ...] | None:
+        """Equal for interventions that have the same rows of a request in a step; `None` if its rows depend on more."""
+        one = self.one
+        if isinstance(one, Patch | AttentionPattern):
+            return None
+        return self.each_token, self.reads, isinstance(one, Hold), str(getattr(one, "positions", ""))
 
     def _prepare_patch(self, one: Patch, vectors: VectorCache) -> tuple[Any, ...]:
         self.numbers = (float(one.strength),)  # type: ignore[arg-type]
