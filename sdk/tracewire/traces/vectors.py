@@ -75,7 +75,7 @@ class _Referred(NamedTuple):
 
 
 class ReferredLists:
-    """The lists of interventions that a client's traces brought last, whose arrays were checked and stored.
+    """The lists of interventions that a client's traces brought last, whose arrays were checked.
 
     The normal form of an intervention with arrays is an object of its own, and is the same one as long as the caller
     does not change the intervention (`normal_forms.py`). So a list of the same forms needs no other look at them. An
@@ -171,6 +171,7 @@ class ReferredArrays:
                     check_content(decode_array(memoryview(array.payload)), array.field)
                 except DeclarationError as error:
                     raise TraceRejected(error.field, error.message) from None
+        self._lists.keep(self._given, self._arrays, self.interventions)
 
     async def store(self) -> list[Declared]:
         """Store those that were not stored lately. Returns the interventions to submit.
@@ -186,7 +187,6 @@ class ReferredArrays:
             except NotAllowed as error:
                 logger.warning("Redis does not let this client store vectors, so each trace carries its own: %s", error)
                 return self._given
-            self._lists.keep(self._given, arrays, self.interventions)
         return self.interventions
 
 
