@@ -35,7 +35,10 @@ def cpu_seconds(pid: int | None = None) -> dict[str, float]:
 
 
 def prompts(workload: dict[str, Any]) -> list[list[int]]:
-    """Token ids of each request's prompt: different for each, the same in every role."""
+    """Token ids of each request's prompt: the workload's, or different ones that are the same in every role."""
+    if "prompts" in workload:
+        given: list[list[int]] = workload["prompts"]
+        return given
     count, length = workload["concurrency"], workload["prompt_tokens"]
     first, every = workload.get("share", (0, 1))
     requests = range(first, count, every)
@@ -48,23 +51,26 @@ def sampling(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
-    """The workload's requests on a stock engine, outputs consumed as deltas."""
+    """The workload's requests on a stock engine, outputs consumed as deltas; `at_once` of them, if it says so."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     began = time.perf_counter()
     firsts: list[float] = []
+    every = prompts(workload)
+    turns = asyncio.Semaphore(workload.get("at_once", len(every)))
 
     async def one(prompt: list[int]) -> list[int]:
         params = SamplingParams(**sampling(workload), output_kind=RequestOutputKind.DELTA)
         ids: list[int] = []
-        async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
-            if not ids:
-                firsts.append(time.perf_counter() - began)
-            ids += output.outputs[0].token_ids
+        async with turns:
+            async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
+                if not ids:
+                    firsts.append(time.perf_counter() - began)
+                ids += output.outputs[0].token_ids
         return ids
 
-    found = await asyncio.gather(*(one(prompt) for prompt in prompts(workload)))
+    found = await asyncio.gather(*(one(prompt) for prompt in every))
     marks = {"first_output": min(firsts), "joined": max(firsts) - min(firsts)}
     return {
         "tokens": sum(map(len, found)),

@@ -265,12 +265,16 @@ def test_the_plot_of_volume_is_drawn_from_its_figures(tmp_path: Path) -> None:
 @own_engine
 @pytest.mark.full
 def test_harvest() -> None:
-    found = figures("harvest", "--prompts", "8", "--tokens", "8", "--concurrency", "4", "--rounds", "2")
-    assert list(found) == ["http", "traces", "last", "harvest", "parquet"]
+    sizes = ("--prompts", "8", "--tokens", "8", "--concurrency", "4", "--rounds", "2")
+    found = figures("harvest", *sizes, "--stock", "--engine", "max_model_len=512")
+    assert list(found) == ["stock", "http", "traces", "last", "harvest", "parquet", "disk", "goal"]
     for one in found.values():
         assert len(one["ratios"]) == 2
-        above_zero(one, "tokens_per_second", "ratio", "ratios")
-    above_zero(found["harvest"], "megabytes_per_second")
+        above_zero(one, "ratio", "ratios")
+    for name in ("harvest", "disk"):
+        above_zero(found[name], "tokens_per_second", "megabytes_per_second")
+    above_zero(found["goal"], "plain", "disk", "harvest")
+    assert found["goal"]["less"] in ("plain", "disk")
 
 
 def test_gateway() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -36,11 +37,14 @@ class _Array(NamedTuple):
 
 
 class _Kept(NamedTuple):
+    """A normal form with what it was made of; the bytes of its encoded arrays; and what its arrays are parts of."""
+
     one: Any
     values: tuple[Any, ...]
     arrays: tuple[_Array, ...]
     plain: Declared
     size: int
+    wholes: tuple[Any, ...]
 
 
 def _fields(one: Any) -> tuple[Any, ...]:
@@ -61,6 +65,8 @@ class NormalForms:
         #: By the `id` of the caller's object, which is kept, so that no other has its `id`. The oldest use first.
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._bytes = 0
+        #: By the `id` of an array that is kept whole: how many of the kept interventions have it, or a part of it.
+        self._sharing: dict[int, int] = {}
         #: Clients of several threads use one.
         self._lock = threading.Lock()
 
@@ -72,37 +78,54 @@ class NormalForms:
                 return None
             self._kept.move_to_end(id(one))
         values = _fields(one)
-        if all(map(_alike, values, kept.values)) and all(_same(values[array.place], array) for array in kept.arrays):
-            return kept.plain
-        return None
+        if not all(map(is_, values, kept.values)) and not all(map(_alike, values, kept.values)):
+            return None
+        for array in kept.arrays:
+            if not _same(values[array.place], array):
+                return None
+        return kept.plain
 
     def keep(self, one: Any, plain: Declared) -> None:
         """Keep a normal form, if all that it was made of can be compared."""
         import numpy as np
 
-        values, arrays, size = _fields(one), [], 0
+        values, arrays, wholes, size = _fields(one), [], [], 0
         for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
             encoded = getattr(plain, name)
             if type(value) is np.ndarray and type(encoded) is msgspec.msgpack.Ext and type(encoded.data) is bytes:
                 arrays.append(_Array(place, value.dtype, value.shape, encoded.data))
                 # A view keeps all of the array alive of which it is a part.
-                whole = value if value.base is None else value.base
-                size += len(encoded.data) + getattr(whole, "nbytes", _LONGEST)
+                wholes.append(value if value.base is None else value.base)
+                size += len(encoded.data)
             elif type(value) not in SIMPLE:
                 return
-        if not arrays or size > _LONGEST:
+        if not arrays or size + sum(map(_bytes_of, wholes)) > _LONGEST:
             return
         with self._lock:
             self._drop(id(one))
-            self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size)
+            self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size, tuple(wholes))
             self._bytes += size
+            for whole in wholes:
+                sharing = self._sharing[id(whole)] = self._sharing.get(id(whole), 0) + 1
+                self._bytes += _bytes_of(whole) if sharing == 1 else 0
             while self._bytes > _MOST_BYTES or len(self._kept) > _MOST:
                 self._drop(next(iter(self._kept)))
 
     def _drop(self, key: int) -> None:
         kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._bytes -= kept.size
+        if kept is None:
+            return
+        self._bytes -= kept.size
+        for whole in kept.wholes:
+            self._sharing[id(whole)] -= 1
+            if not self._sharing[id(whole)]:
+                del self._sharing[id(whole)]
+                self._bytes -= _bytes_of(whole)
+
+
+def _bytes_of(whole: Any) -> int:
+    """The bytes of an array, or of another owner of memory, which does not say how many it has."""
+    return int(getattr(whole, "nbytes", _LONGEST))
 
 
 def _same(array: Any, known: _Array) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import msgspec
@@ -147,6 +148,7 @@ def loading_by(loader: Loader | None) -> Iterator[None]:
 _ITEMSIZES: Final = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """The size in bytes of one element of a dtype in `DTYPES`, given by name."""
     known = _ITEMSIZES.get(dtype)

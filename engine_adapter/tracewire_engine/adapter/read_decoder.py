@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import msgspec
@@ -48,23 +49,39 @@ def _encode_frame(delta: Append | Set) -> tuple[bytes, bytes]:
 class Item:
     """Makes the item that one saved name gains in a step, of a batch's bytes."""
 
-    __slots__ = ("append", "large", "name", "parts", "shell", "slot", "start", "threshold")
-
     def __init__(self, slot: Slot, threshold: int = 0) -> None:
         self.slot = slot
         #: Arrays of more bytes become blobs; 0: no array does.
         self.threshold = threshold
         self.name = slot.name
-        self.append = _encode_frame(Append(path=(slot.name,), items=[msgspec.Raw(_HOLE)]))
-        self.start = _encode_frame(Set(path=(slot.name,), value=[msgspec.Raw(_HOLE)]))
-        self.parts = [(part, *_heads(part)) for part in slot.parts]
         #: Whether any of its arrays becomes a blob.
         self.large = bool(threshold) and any(part.size > threshold for part in slot.parts)
-        #: The encoded prefix of each part: empty, or a dict's header and keys.
-        keys = [_encoder.encode(part.key) if part.key else b"" for part in slot.parts]
-        if slot.parts[0].key:
+
+    # Most items travel in records of columns, which need none of what follows.
+
+    @cached_property
+    def append(self) -> tuple[bytes, bytes]:
+        """The encoded delta of a later step, before and after the item."""
+        return _encode_frame(Append(path=(self.name,), items=[msgspec.Raw(_HOLE)]))
+
+    @cached_property
+    def start(self) -> tuple[bytes, bytes]:
+        """The encoded delta of the first step, before and after the item."""
+        return _encode_frame(Set(path=(self.name,), value=[msgspec.Raw(_HOLE)]))
+
+    @cached_property
+    def parts(self) -> list[tuple[Part, bytes, bytes]]:
+        """The parts, each with its array's header on the wire and in its digest."""
+        return [(part, *_heads(part)) for part in self.slot.parts]
+
+    @cached_property
+    def shell(self) -> list[bytes]:
+        """The encoded prefix of each part: empty, or a dict's header and keys."""
+        parts = self.slot.parts
+        keys = [_encoder.encode(part.key) if part.key else b"" for part in parts]
+        if parts[0].key:
             keys[0] = bytes([0x80 | len(keys)]) + keys[0]
-        self.shell = keys
+        return keys
 
     def take(
         self, data: memoryview, blobs: list[tuple[str, bytes]], strings: Strings | None = None

@@ -29,9 +29,12 @@ _NUMBERED = re.compile(r"(?:journal|shards)/\.?(\d{6,})\b.*")
 FORMAT = 1
 
 
-def digest(data: bytes) -> str:
-    """A digest of 16 bytes, in hexadecimal."""
-    return blake2b(data, digest_size=16).hexdigest()
+def digest(*pieces: bytes | memoryview) -> str:
+    """A digest of 16 bytes, in hexadecimal, of all pieces together."""
+    state = blake2b(digest_size=16)
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
 
 
 class File(msgspec.Struct):

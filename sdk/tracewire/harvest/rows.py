@@ -300,7 +300,11 @@ def _concatenated(name: str, value: Any) -> dict[str, Array]:
     """The rows of a list's items `[rows, ...]`, one after the other."""
     import numpy as np
 
-    return _joined(name, value, lambda arrays: np.concatenate(arrays))
+    def join(arrays: list[Array]) -> Array:
+        # A prompt that was computed in one step has one item.
+        return arrays[0] if len(arrays) == 1 and arrays[0].ndim else np.concatenate(arrays)
+
+    return _joined(name, value, join)
 
 
 def _joined(name: str, value: Any, join: Any) -> dict[str, Array]:

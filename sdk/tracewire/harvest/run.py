@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ from tracewire.traces.failures import EngineLost, TraceCancelled
 from .datasets import Dataset, Item
 from .journal import Failed, Journal
 from .rows import Filters, PromptRows, Reading, prompt_rows
-from .shards import Shard, Signatures
+from .shards import Shard, Signatures, described_files
 
 __all__ = ["Plan", "Run", "Submits"]
 
@@ -198,10 +199,14 @@ class Run:
     def _store(self, shard: Shard) -> None:
         """Write a shard's files, and then its entry."""
         journal = self._journal
-        entry, files = shard.files(journal.shard_name(), self._plan.values)
+        entry, files = shard.contents(journal.shard_name(), self._plan.values)
         try:
-            for name, data in files.items():
-                journal.store.put(name, data)
+            # Neither holds the interpreter up.
+            with ThreadPoolExecutor(1) as beside:
+                described = beside.submit(described_files, files)
+                for name, pieces in files.items():
+                    journal.store.put(name, *pieces)
+                entry.files = described.result()
             journal.commit(entry)
         except TracewireError:
             for name in files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tracewire.errors import NotAnArray
 from tracewire_bus.wire.arrays import extra_dtypes
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["Shard", "decoded_tensors", "part_name", "values_of_table"]
+__all__ = ["Files", "Shard", "decoded_tensors", "described_files", "part_name", "values_of_table"]
+
+Files: TypeAlias = "dict[str, list[bytes | memoryview]]"
+"""Files by name, each as pieces of bytes, one after the other."""
 
 #: The names of dtypes in safetensors' headers, by NumPy's names.
 _DTYPES = {
@@ -32,6 +35,7 @@ _DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _COMPRESSION = "zstd"
 _PROMPTS = ("prompt", "prompt_tokens", "text")
 #: The columns of an index.
@@ -69,8 +73,14 @@ class Shard:
         self.nbytes += one.nbytes
         self.tokens += len(one.token_ids)
 
-    def files(self, name: str, values: str) -> tuple[Entry, dict[str, bytes]]:
-        """The entry of the journal, without its number, and the files with their bytes. `values` is the format."""
+    def files(self, name: str, values: str) -> tuple[Entry, Files]:
+        """The entry of the journal, without its number, and the files. `values` is the format."""
+        entry, files = self.contents(name, values)
+        entry.files = described_files(files)
+        return entry, files
+
+    def contents(self, name: str, values: str) -> tuple[Entry, Files]:
+        """`files`, without the entry's list of them."""
         # Traces end in another order than the data set's.
         self._prompts.sort(key=attrgetter("row"))
         entry = Entry(0, shard=name, failed=self._failed, tokens=self.tokens, bytes=self.nbytes)
@@ -83,24 +93,23 @@ class Shard:
         for series in tensors.values():
             first = series[0][1]
             for part in first.parts:
-                array = arrays[part_name(first.tensor, part)]
+                parts = arrays[part_name(first.tensor, part)]
                 entry.tensors[part_name(first.tensor, part)] = Tensor(
                     name=first.name,
-                    dtype=array.dtype.name,
-                    shape=list(array.shape),
+                    dtype=parts[0].dtype.name,
+                    shape=[sum(map(len, parts)), *parts[0].shape[1:]],
                     layer=first.location.layer,
                     location=first.location.name,
                     part=part,
                 )
         index = self._index(name, tensors)
-        files = {}
+        files: Files = {}
         if values == "safetensors":
             files[f"shards/{name}.safetensors"] = _safetensors(entry, arrays)
         else:
             index = _with_values(index, tensors, arrays)
-        files[f"shards/{name}.index.parquet"] = _parquet(index)
-        files[f"shards/{name}.prompts.parquet"] = _parquet(self._table())
-        entry.files = [File(file, len(data), digest(data)) for file, data in files.items()]
+        files[f"shards/{name}.index.parquet"] = [_parquet(index)]
+        files[f"shards/{name}.prompts.parquet"] = [_parquet(self._table())]
         return entry, files
 
     def _tensors(self) -> dict[str, list[tuple[int, Series]]]:
@@ -205,23 +214,59 @@ def _masked(pa: Any, values: Array, kind: Any) -> Any:
     return pa.array(values, mask=values < 0).cast(kind)
 
 
-def _arrays(tensors: dict[str, list[tuple[int, Series]]]) -> dict[str, Array]:
-    """The tensors, part by part, each with the rows of all its prompts."""
-    import numpy as np
+def described_files(files: Files) -> list[File]:
+    """The files, as an entry of the journal lists them."""
+    return [File(file, sum(map(len, pieces)), digest(*pieces)) for file, pieces in files.items()]
 
+
+def _arrays(tensors: dict[str, list[tuple[int, Series]]]) -> dict[str, list[Array]]:
+    """The tensors, part by part, each as the rows of its prompts: arrays of one dtype, whose rows have one shape."""
     return {
-        part_name(tensor, part): np.concatenate([one.parts[part] for _, one in series])
+        part_name(tensor, part): [one.parts[part] for _, one in series]
         for tensor, series in tensors.items()
         for part in series[0][1].parts
     }
 
 
-def _safetensors(entry: Entry, arrays: dict[str, Array]) -> bytes:
-    save = library("safetensors.numpy").save
+def _safetensors(entry: Entry, arrays: dict[str, list[Array]]) -> list[bytes | memoryview]:
+    """A safetensors file. The values are not copied, since copying them takes as long as writing them.
+
+    The form: the size of the header, the header in JSON, and the tensors' bytes, those with the largest elements first.
+    """
     described = {name: {"name": one.name, "layer": one.layer, "part": one.part} for name, one in entry.tensors.items()}
     metadata = {"tracewire": json.dumps({"shard": entry.shard, "tensors": described})}
-    data: bytes = save(arrays, metadata=metadata)
-    return data
+    if any(one.dtype not in _NAMES for one in entry.tensors.values()):
+        # The library knows more dtypes, and refuses the others.
+        whole = {name: _concatenated(parts) for name, parts in arrays.items()}
+        return [library("safetensors.numpy").save(whole, metadata=metadata)]
+    header: dict[str, Any] = {"__metadata__": metadata}
+    pieces: list[bytes | memoryview] = []
+    offset = 0
+    for name in sorted(arrays, key=lambda name: (-arrays[name][0].dtype.itemsize, name)):
+        began = offset
+        for array in arrays[name]:
+            pieces.append(_raw(array))
+            offset += array.nbytes
+        one = entry.tensors[name]
+        header[name] = {"dtype": _NAMES[one.dtype], "shape": one.shape, "data_offsets": [began, offset]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return [len(encoded).to_bytes(8, "little"), encoded, *pieces]
+
+
+def _concatenated(parts: list[Array]) -> Array:
+    import numpy as np
+
+    return np.concatenate(parts)
+
+
+def _raw(array: Array) -> memoryview:
+    """An array's bytes, little-endian."""
+    import numpy as np
+
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    # NumPy lends out no buffer of bfloat16.
+    return np.ascontiguousarray(native).reshape(-1).view(np.uint8).data
 
 
 def decoded_tensors(data: bytes) -> dict[str, Array]:
@@ -242,7 +287,7 @@ def decoded_tensors(data: bytes) -> dict[str, Array]:
     return tensors
 
 
-def _with_values(index: Any, tensors: dict[str, list[tuple[int, Series]]], arrays: dict[str, Array]) -> Any:
+def _with_values(index: Any, tensors: dict[str, list[tuple[int, Series]]], arrays: dict[str, list[Array]]) -> Any:
     """The index with a column of values for each name that parts have."""
     pa = library("pyarrow")
     columns = dict.fromkeys(_column(part) for series in tensors.values() for part in series[0][1].parts)
@@ -257,18 +302,19 @@ def _column(part: str) -> str:
     return f"{name}_values" if name in _INDEX else name
 
 
-def _lists(pa: Any, column: str, tensors: dict[str, list[tuple[int, Series]]], arrays: dict[str, Array]) -> Any:
+def _lists(pa: Any, column: str, tensors: dict[str, list[tuple[int, Series]]], arrays: dict[str, list[Array]]) -> Any:
     """A column of lists: the values of each row, flat, and null in rows of tensors that have none in it."""
     import numpy as np
 
     flat, widths, missing = [], [], []
     for tensor, series in tensors.items():
         rows = sum(len(one.positions) for _, one in series)
-        array = next((arrays[part_name(tensor, part)] for part in series[0][1].parts if _column(part) == column), None)
-        missing.append(np.full(rows, array is None))
-        if array is None:
+        found = next((arrays[part_name(tensor, part)] for part in series[0][1].parts if _column(part) == column), None)
+        missing.append(np.full(rows, found is None))
+        if found is None:
             widths.append(np.zeros(rows, np.int64))
             continue
+        array = _concatenated(found)
         if array.dtype.kind not in "fbiu":
             # bfloat16 and the 8-bit floats, which Parquet lacks.
             array = array.astype(np.float32)

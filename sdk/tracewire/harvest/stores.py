@@ -59,13 +59,13 @@ class Store:
         """A file's path in fsspec's file system: the harvest's folder, then the name."""
         return f"{self._root}/{name}"
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file. It replaces a file of the same name."""
+    def put(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Write a file of these pieces. It replaces a file of the same name."""
         with self._errors(name):
             if self._local:
-                self._put_locally(name, data, replace=True)
+                self._put_locally(name, *pieces, replace=True)
             else:
-                self._put_remotely(name, data, mode="overwrite")
+                self._put_remotely(name, b"".join(pieces), mode="overwrite")
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file, if the store has none of this name.
@@ -136,7 +136,7 @@ class Store:
             # This kind of store has no modes.
             self._files.pipe_file(path, data)
 
-    def _put_locally(self, name: str, data: bytes, *, replace: bool) -> None:
+    def _put_locally(self, name: str, *pieces: bytes | memoryview, replace: bool) -> None:
         target = Path(self.path(name))
         # The first file makes the folder. If the folder is gone later, it is not made again, since its files are gone,
         # too.
@@ -144,7 +144,7 @@ class Store:
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         try:
             with written.open("xb") as file:
-                file.write(data)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             if replace:

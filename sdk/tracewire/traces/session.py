@@ -21,6 +21,7 @@ from .background import BackgroundSubmissions, QueuedSubmission
 from .library_names import NamedArrays
 from .presence import Presence
 from .served_models import ServedModels
+from .vectors import ReferredLists
 
 __all__ = ["Session"]
 
@@ -43,6 +44,7 @@ class Session:
         presence: its lease, and the deadlines of its traces. Made by `open`.
         models: the registry as it was last read.
         library: the library's entries that interventions name.
+        referred: the lists of interventions that its traces brought last.
         turns: spreads traces that are started at the same time over turns of the event loop, so that the client sends
             the first while it still makes the others.
     """
@@ -64,6 +66,7 @@ class Session:
         self.name = name if name is not None else f"{socket.gethostname()}:{os.getpid()}"
         self.models = ServedModels(self.open_bus)
         self.library = NamedArrays(self.open_bus)
+        self.referred = ReferredLists()
         self.turns = PerTickLimiter(_TRACES_PER_TICK)
         self._make_bus = partial(Bus.open, url, prefix=prefix, patience_s=retry_timeout, read_interval_s=read_interval)
         self._proofs = proofs

@@ -172,10 +172,12 @@ class Trace(EventStream[Item]):
                 submission = msgspec.structs.replace(submission, lease=await presence.lease(space_of(self.id)))
         await self._session.turns.wait()
         model = await self._session.models.find(self.model)
-        submission = await with_saved_arrays(submission)
-        declared, library = await self._session.library.resolve(submission.interventions, model, space_of(self.id))
-        submission = msgspec.structs.replace(submission, interventions=declared, library=library)
-        arrays = ReferredArrays(submission, bus.vectors, model.engines)
+        if self._session.referred.get(submission.interventions) is None:
+            # A list that is known has all its arrays.
+            submission = await with_saved_arrays(submission)
+            declared, library = await self._session.library.resolve(submission.interventions, model, space_of(self.id))
+            submission = msgspec.structs.replace(submission, interventions=declared, library=library)
+        arrays = ReferredArrays(submission, bus.vectors, model.engines, self._session.referred)
         check_submission(msgspec.structs.replace(submission, interventions=arrays.interventions), model)
         with refusals(self.model, self.id):
             arrays.check()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
@@ -55,10 +56,14 @@ class Rows:
         #: Row numbers; `None` if they are all rows of the step.
         self.index: torch.Tensor | None = None
         self.total = total
+        #: The request (the `id` of its declared interventions) and draft of each, if that is known.
+        self.owners: tuple[tuple[int, int], ...] | None = None
         rows = [row for start, count in spans for row in range(start, start + count)]
         self.numbers = np.array(rows, np.int64)
+        #: What selects them in a NumPy array: all rows of the step are its beginning.
+        self.where: np.ndarray[Any, Any] | slice = slice(0, total)
         if rows != list(range(total)):
-            self.index = on_device(torch.tensor(rows, dtype=torch.int64), device)
+            self.index, self.where = on_device(torch.tensor(rows, dtype=torch.int64), device), self.numbers
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of `tensor`; a view of it if they are all rows of the step."""
@@ -73,7 +78,7 @@ class Rows:
             tensor.index_copy_(0, self.index, change(tensor.index_select(0, self.index)).to(tensor.dtype))
 
 
-class Member:
+class Member(msgspec.Struct, eq=False):
     """An intervention with its rows in this composition of the batch: the first of them, and how many.
 
     Attributes:
@@ -81,32 +86,18 @@ class Member:
             each row needs. Where the intervention reads, the first row's position in the sequence.
         place: the intervention's place in its trace's list.
         index: of the token that the model samples from its first row, in the plan's first step.
-        keys: whether its rows are those whose keys are kept for an attention pattern, and are not read.
         draft: the number of the draft whose row it has, from 1 on; 0 if its rows are no draft's.
+        keys: whether its rows are those whose keys are kept for an attention pattern, and are not read.
     """
 
-    __slots__ = ("at", "declaration", "draft", "index", "keys", "op", "place", "span")
-
-    def __init__(
-        self,
-        declaration: Declaration,
-        op: Op,
-        span: tuple[int, int],
-        at: int = 0,
-        *,
-        place: int = 0,
-        index: int = 0,
-        keys: bool = False,
-        draft: int = 0,
-    ) -> None:
-        self.keys = keys
-        self.draft = draft
-        self.declaration = declaration
-        self.op = op
-        self.span = span
-        self.at = at
-        self.place = place
-        self.index = index
+    declaration: Declaration
+    op: Op
+    span: tuple[int, int]
+    at: int = 0
+    place: int = 0
+    index: int = 0
+    draft: int = 0
+    keys: bool = False
 
 
 class Group:
@@ -247,6 +238,7 @@ class Collector:
         #: The intervention's place in its trace's list.
         self.order = order
         self._counts = rows.counts
+        self._owners = rows.owners
         self.one = one
         self.pattern = pattern
         self.found: list[torch.Tensor | None] = [None] * sites
@@ -296,6 +288,7 @@ class Collector:
         rows = np.flatnonzero(np.repeat(kept, self.counts))
         self.members = [one for one, stays in zip(self.members, kept, strict=True) if stays]
         self._counts = [count for count, stays in zip(self._counts, kept, strict=True) if stays]
+        self._owners = None
         for site, values in enumerate(self.found):
             if values is not None:
                 self.found[site] = values.index_select(0, on_device(torch.from_numpy(rows), values.device))
@@ -310,6 +303,13 @@ class Collector:
             (member.declaration.request, member.declaration.choice, count)
             for member, count in zip(self.members, self.counts, strict=True)
         ]
+
+    @property
+    def owners(self) -> tuple[tuple[int, int], ...]:
+        """The request (the `id` of its declared interventions) and draft of each member."""
+        if self._owners is None:
+            self._owners = tuple([(id(one.declaration), one.draft) for one in self.members])
+        return self._owners
 
     @property
     def counts(self) -> list[int]:
@@ -381,18 +381,18 @@ def _beside(result: tuple[Collector, dict[str, torch.Tensor]]) -> Hashable:
     """Equal for results that can be put side by side."""
     collector, parts = result
     rows = len(collector.members)
-    if collector.counts == [1] * rows and all(len(values) == rows for values in parts.values()):
-        return tuple([(id(member.declaration), member.draft) for member in collector.members])
+    if collector.counts == [1] * rows and all(values.shape[0] == rows for values in parts.values()):
+        return collector.owners
     return id(collector)
 
 
 def _row_bytes(values: torch.Tensor) -> int:
-    return int(values.nbytes) // max(1, len(values))
+    return int(values.nbytes) // max(1, int(values.shape[0]))
 
 
 def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor:
     """`[rows, ...]` each, to `[rows, bytes or elements of all]`."""
-    flat = [values.reshape(len(values), -1) for values in tensors]
+    flat = [values.reshape(values.shape[0], -1) for values in tensors]
     if any(values.dtype != flat[0].dtype for values in flat):
         flat = [values.contiguous().view(torch.uint8) for values in flat]
     return torch.cat(flat, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from tracewire_engine.protocol.messages import Layout, LayoutEntry, Part, Slot
@@ -25,20 +26,29 @@ def made_layout(number: int, declarations: Sequence[Served], steps: int, arrange
     slots: dict[tuple[int, int], list[Slot]] = {
         (id(one.declaration), draft): [] for one in declarations for draft in range(one.taken + 1)
     }
+    # Most collectors are of the same requests.
+    by_owners: dict[int, list[list[Slot]]] = {}
     for collector, places in arrangement.places:
-        parts: list[list[Part]] = [[] for _ in collector.members]
         flat = collector.each_one or getattr(collector.one, "positions", "last") == "last"
+        counts = collector.counts
+        firsts = list(itertools.accumulate(counts, initial=0))[:-1]
+        columns = []
         for name, values, offset, stride in places:
             size = values.nbytes // max(1, values.shape[0])
             dtype = TORCH_DTYPES[values.dtype]
             tail = tuple(values.shape[1:])
-            row = 0
-            for index, count in enumerate(collector.counts):
-                shape = tail if flat else (count, *tail)
-                parts[index].append(Part(name, dtype, shape, offset + row * stride, count * size))
-                row += count
-        for member, own in zip(collector.members, parts, strict=True):
-            slots[id(member.declaration), member.draft].append(Slot(getattr(member.op.one, "name", ""), own))
+            columns.append(
+                [
+                    Part(name, dtype, tail if flat else (count, *tail), offset + row * stride, count * size)
+                    for row, count in zip(firsts, counts, strict=True)
+                ]
+            )
+        owners = collector.owners
+        found = by_owners.get(id(owners))
+        if found is None:
+            found = by_owners[id(owners)] = [slots[owner] for owner in owners]
+        for own, member, *parts in zip(found, collector.members, *columns, strict=True):
+            own.append(Slot(getattr(member.op.one, "name", ""), parts))
     entries = []
     for one in declarations:
         declaration = one.declaration

@@ -64,6 +64,27 @@ def _for_heads(heads: int, mean: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.broadcast_to(mean, (heads, mean.shape[-1])).reshape(1, -1)
 
 
+class Decoded:
+    """Decoded interventions, with their vectors on the device.
+
+    Attributes:
+        placed: the interventions with their locations.
+        ops: of each.
+        reads: whether any saves, and the names under which they do.
+        locations: where they are.
+        connected: the places of those that depend on what earlier steps leave.
+    """
+
+    __slots__ = ("connected", "locations", "names", "ops", "placed", "reads")
+
+    def __init__(self, placed: list[Placed], ops: list[Op]) -> None:
+        self.placed, self.ops = placed, ops
+        self.reads = any(op.reads for op in ops)
+        self.names = [str(getattr(op.one, "name", "")) for op in ops if op.reads]
+        self.locations = [location for op in ops for location, _ in op.sites]
+        self.connected = [place for place, op in enumerate(ops) if op.one.when is not None or isinstance(op.one, Hold)]
+
+
 class DecodedCache:
     """Decoded interventions, with their vectors on the device, by their encoded form.
 
@@ -72,17 +93,17 @@ class DecodedCache:
 
     def __init__(self, device: torch.device) -> None:
         self.vectors = VectorCache(device)
-        self._entries: OrderedDict[bytes, tuple[list[Placed], list[Op]]] = OrderedDict()
+        self._entries: OrderedDict[bytes, Decoded] = OrderedDict()
         # An entry keeps autoencoders on the device that no request uses.
         self.vectors.autoencoders.release = self._entries.clear
 
-    def get(self, encoded: bytes, live: LiveRun) -> tuple[list[Placed], list[Op]]:
-        """The interventions, and the `Op` of each, in a list that the caller may change."""
+    def get(self, encoded: bytes, live: LiveRun) -> Decoded:
+        """The interventions, which other requests may have as well."""
         found = self._entries.get(encoded)
         if found is None:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
             probes = probes_of(placed)
-            found = placed, [Op(one, live.values, self.vectors, probes) for one in placed]
+            found = Decoded(placed, [Op(one, live.values, self.vectors, probes) for one in placed])
             if len(encoded) > LONG or any(_has_live(one) or one.kept is not None for one in placed):
                 return found
             self._entries[encoded] = found
@@ -90,8 +111,7 @@ class DecodedCache:
                 self._entries.popitem(last=False)
         else:
             self._entries.move_to_end(encoded)
-        placed, ops = found
-        return placed, list(ops)
+        return found
 
 
 def _has_live(placed: Placed) -> bool:
@@ -188,6 +208,14 @@ class Op:
         #: Whether it reads or edits the row of each token that a request generates.
         self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
 
+    @property
+    def rows_by(self) -> tuple[Any, ...] | None:
+        """Equal for interventions that have the same rows of a request in a step; `None` if its rows depend on more."""
+        one = self.one
+        if isinstance(one, Patch | AttentionPattern):
+            return None
+        return self.each_token, self.reads, isinstance(one, Hold), str(getattr(one, "positions", ""))
+
     def _prepare_patch(self, one: Patch, vectors: VectorCache) -> tuple[Any, ...]:
         self.numbers = (float(one.strength),)  # type: ignore[arg-type]
         if one.prompt is not None:
@@ -204,7 +232,9 @@ class Declaration:
         self.request = request
         self.choice = choice
         self.live = live
-        self._placed, self.ops = decoded.get(encoded, live)
+        self._decoded = decoded.get(encoded, live)
+        #: The interventions: those that other requests share, or its own once a live parameter has changed.
+        self.ops = self._decoded.ops
         #: By the place of an intervention: the slot of its condition on a probe; and of a controller, the slots of its
         #: probe's value and of its state. And the slot of the last token ids, if a condition needs them.
         self.slots: dict[int, int] = {}
@@ -212,9 +242,7 @@ class Declaration:
         self.tokens: int | None = None
         #: Its first row in the plan's steps, and how many rows.
         self.rows: tuple[int, int] | None = None
-        self.reads = any(op.reads for op in self.ops)
-        self.names = [str(getattr(op.one, "name", "")) for op in self.ops if op.reads]
-        self.locations = [location for op in self.ops for location, _ in op.sites]
+        self.reads, self.names, self.locations = self._decoded.reads, self._decoded.names, self._decoded.locations
         #: Positions up to here have been read, and are not read again when a preempted request is recomputed.
         self.seen = 0
         self.failure: Failure | None = None
@@ -228,16 +256,23 @@ class Declaration:
 
     def update_live(self, vectors: VectorCache) -> bool:
         """Take the current live parameters. Returns whether any intervention has one."""
-        found = False
-        for place, placed in enumerate(self._placed):
+        found, every = False, self._decoded.placed
+        ops = list(self.ops)
+        for place, placed in enumerate(every):
             if _has_live(placed):
-                self.ops[place] = Op(placed, self.live.values, vectors, probes_of(self._placed))
+                ops[place] = Op(placed, self.live.values, vectors, probes_of(every))
+                self.ops = ops
                 found = True
         return found
 
+    def same_as(self, other: Declaration) -> bool:
+        """Whether another request has the very same interventions."""
+        return self.ops is other.ops
+
     def attach(self, signals: Signals) -> None:
         """Take slots for what steps leave for later ones."""
-        for place, op in enumerate(self.ops):
+        for place in self._decoded.connected:
+            op = self.ops[place]
             when = op.one.when
             if when is not None and when.probe is not None:
                 self.slots[place] = signals.take()

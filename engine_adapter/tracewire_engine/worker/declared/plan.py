@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tracewire_bus.wire.messages import AttentionPattern, Failure, Reading
+from tracewire_bus.wire.messages import Failure, Reading
 from tracewire_engine.protocol.messages import Batch, Layout
 from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
@@ -29,6 +29,7 @@ from .attention import AttentionSite, SiteGroup
 from .conditions import Signals, Windows
 from .connections import connect, made_windows
 from .drafted_rows import Served, pieces_of
+from .gathering import Gathering
 from .graph_proof import GraphProof, tensors_in
 from .groups import (
     Arrangement,
@@ -38,7 +39,6 @@ from .groups import (
     Member,
     ReadGroup,
     Results,
-    Rows,
     raw,
     tensors_of,
 )
@@ -49,7 +49,7 @@ from .later_groups import FeatureGroup
 from .layouts import made_layout
 from .ops import Declaration, DecodedCache
 from .recorded_plans import KernelRecorder, RecordedKernels
-from .spans import Chunk, spans_of
+from .spans import Chunk
 from .tap_buffers import StepTable, TapBuffers
 
 __all__ = ["DeclaredRequests", "LocationHook"]
@@ -240,8 +240,8 @@ class _Plan:
             self.joined = join_probes(self.groups, buffers)
         return self.joined
 
-    def take(self, group: Group) -> None:
-        """Take what a group says of the plan's later steps."""
+    def take(self, group: Group | Gathering) -> None:
+        """Take what a group, or what gathered the groups, says of the plan's later steps."""
         self.steady &= group.steady
         self.recordable &= group.recordable
 
@@ -518,7 +518,7 @@ class DeclaredRequests:
             for served in self.plan.declarations:
                 earlier = served.declaration
                 earlier.seen = max(earlier.seen, served.end - served.rejected + self.plan.steps)
-        gathered: dict[tuple[Any, ...], list[Member]] = {}
+        gathering = Gathering(self.fail)
         start = 0
         for request_id, first, count in zip(req_ids, computed, counts, strict=True):
             declaration = self.live.get(request_id)
@@ -526,20 +526,15 @@ class DeclaredRequests:
                 chunk = Chunk(start, first, count, states[request_id].num_prompt_tokens)
                 declaration.begin_rows(self.signals, start, count, first)
                 for draft, piece in plan.serve(declaration, chunk, len(drafts.get(request_id, ()))):
-                    _gather(plan, gathered, declaration, piece, draft, self.fail)
+                    gathering.add(declaration, piece, draft)
             start += count
-        known: dict[tuple[tuple[int, int], ...], Rows] = {}
-        for (order, (sites, _), *_), members in sorted(gathered.items(), key=_in_order):
-            spans = tuple(member.span for member in members)
-            rows = known.get(spans)
-            if rows is None:
-                rows = known[spans] = Rows(spans, total, self._device)
+        for members, rows in gathering.groups(total, self._device):
             op = members[0].op
             collector = None
             if isinstance(op.one, Reading) and not members[0].keys:
-                collector = Collector(members, rows, op.one, len(sites), op.pattern, order)
+                collector = Collector(members, rows, op.one, len(op.sites), op.pattern, members[0].place)
                 plan.collectors.append(collector)
-            for place, (location, residual) in enumerate(sites):
+            for place, (location, residual) in enumerate(op.sites):
                 if self.here is not None and not self.here(location):
                     # Reads of another stage are at another address in each step.
                     for join in plan.joins.values():
@@ -556,6 +551,7 @@ class DeclaredRequests:
                 elif isinstance(group, FeatureGroup):
                     group.across(*self.shards, partial(self.agree, location))
                 hook.groups.append(group)
+        plan.take(gathering)
         plan.windows = made_windows(self.signals, [one.declaration for one in plan.declarations], total, self.ids)
         plan.conditional = connect(self.signals, list(plan.groups), plan.windows)
         return plan
@@ -698,78 +694,6 @@ def _supply(collectors: list[Collector], read: list[tuple[int, int, list[tuple[s
             if all(key in rows for key in keys):
                 pieces = [rows[key] for key in keys]
                 collector.found[site] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-def _in_order(item: tuple[tuple[Any, ...], list[Member]]) -> tuple[int, bool]:
-    """By the place of the intervention in its list; keys before the queries that need them."""
-    (order, *_), members = item
-    return order, not members[0].keys
-
-
-def _gather(
-    plan: _Plan,
-    gathered: dict[tuple[Any, ...], list[Member]],
-    declaration: Declaration,
-    chunk: Chunk,
-    draft: int,
-    fail: Callable[[list[Member], Exception], None],
-) -> None:
-    """Add interventions to those with which they can share a group. Those that do not fit the prompt fail.
-
-    `draft`: the number of the draft whose row the chunk is, from 1 on; else 0.
-    """
-    generates, unseen = chunk.count == 1 and chunk.first >= chunk.prompt, chunk.first >= declaration.seen
-    span, index = (chunk.start, 1), chunk.first - chunk.prompt + 1
-    for order, op in enumerate(declaration.ops):
-        if generates and op.each_token and (unseen or not op.reads):
-            member = Member(declaration, op, span, place=order, index=index, draft=draft)
-            gathered.setdefault((order, op.grouping), []).append(member)
-            continue
-        try:
-            members = _members_of(declaration, order, chunk, draft)
-        except ValueError as error:
-            fail([Member(declaration, op, (chunk.start, 0))], error)
-            continue
-        for member in members:
-            key: tuple[Any, ...] = (order, op.grouping)
-            if member.span[1] > 1 and not op.rowwise:
-                # Vectors are not spread over a prompt's rows: each vector has a group of its own.
-                key += (id(op.matrix), id(op.bias), op.numbers)
-            if isinstance(op.one, AttentionPattern):
-                key += _pattern_key(plan, op.one, member)
-            gathered.setdefault(key, []).append(member)
-
-
-def _members_of(declaration: Declaration, place: int, chunk: Chunk, draft: int) -> list[Member]:
-    """An intervention's rows in a step.
-
-    Raises:
-        ValueError: it does not fit the prompt.
-    """
-    op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
-    members = [
-        Member(declaration, op, (start, count), at, place=place, index=index + start, draft=draft)
-        for start, count, at in spans_of(op, declaration, chunk)
-    ]
-    if isinstance(op.one, AttentionPattern):
-        if chunk.first > declaration.seen:
-            raise ValueError(f"the keys of the positions before {chunk.first} were not computed here")
-        # Before the queries, which need them.
-        span = chunk.start, chunk.count
-        members.insert(0, Member(declaration, op, span, chunk.first, place=place, index=index, keys=True))
-    return members
-
-
-def _pattern_key(plan: _Plan, one: AttentionPattern, member: Member) -> tuple[Any, ...]:
-    """What tells groups of attention patterns apart, besides what tells all groups apart."""
-    plan.recordable = False
-    if member.keys:
-        return ("keys",)
-    if one.top_k:
-        return ("single" if member.span[1] == 1 else "several",)
-    # A whole pattern is wider in each step, and as wide as its own request is long.
-    plan.steady = False
-    return (id(member.declaration),)
 
 
 def _restrict(plan: _Plan, table: StepTable, buffers: TapBuffers, recorder: KernelRecorder) -> None:

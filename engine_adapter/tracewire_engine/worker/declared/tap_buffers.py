@@ -91,7 +91,7 @@ class StepTable:
             return False
         if group.condition is not None and not group.condition.known_before:
             return False
-        rows = group.rows.numbers
+        rows = group.rows.where
         flags = self.numbers[0, tap, rows]
         if isinstance(group, ReadGroup):
             added = self._read(flags, residual=group.residual)
@@ -115,21 +115,23 @@ class StepTable:
     def _read(flags: np.ndarray[Any, Any], *, residual: bool) -> np.ndarray[Any, Any] | None:
         wanted = np.where(flags & ADD, flags | READ | AFTER, flags | READ) | (SUM if residual else 0)
         # A row has one place in the buffer, so all its reads must be of the same value.
-        return None if bool(np.any((flags & READ != 0) & (flags != wanted))) else wanted
+        return None if bool(((flags & READ != 0) & (flags != wanted)).any()) else wanted
 
     def _edit(
         self, flags: np.ndarray[Any, Any], group: EditGroup, places: np.ndarray[Any, Any]
     ) -> np.ndarray[Any, Any] | None:
-        if not isinstance(group.one, Steer) or np.any(flags & ADD):
+        if not isinstance(group.one, Steer) or (flags & ADD).any():
             return None
         found = self._places.get(id(group.members))
         if found is None:
-            of_members = [self._pool.place(member.op) for member in group.members]
-            if None in of_members:
+            # Requests that bring the same interventions share them.
+            of_ops = {op: self._pool.place(op) for op in dict.fromkeys([member.op for member in group.members])}
+            if None in of_ops.values():
                 return None
+            of_members = [of_ops[member.op] for member in group.members]
             found = np.repeat(np.array(of_members, np.int32), group.rows.counts)
             self._places[id(group.members)] = found
-        places[group.rows.numbers] = found
+        places[group.rows.where] = found
         return flags | ADD
 
 

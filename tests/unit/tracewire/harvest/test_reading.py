@@ -26,7 +26,7 @@ def harvest(folder: Path, values: str = "safetensors") -> Path:
         shard.add(failed(10 + first))
         entry, files = shard.files(journal.shard_name(), values)
         for name, data in files.items():
-            journal.store.put(name, data)
+            journal.store.put(name, *data)
         journal.commit(entry)
     return folder
 

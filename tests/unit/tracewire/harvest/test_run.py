@@ -107,9 +107,9 @@ async def test_a_slow_store_holds_up_the_submission(
     gate = anyio.Event()
     whole = Store.put
 
-    def slow(self: Store, name: str, data: bytes) -> None:
+    def slow(self: Store, name: str, *pieces: bytes) -> None:
         anyio.from_thread.run(gate.wait)
-        whole(self, name, data)
+        whole(self, name, *pieces)
 
     monkeypatch.setattr(Store, "put", slow)
     async with engine(reads) as serving, anyio.create_task_group() as group:
@@ -282,12 +282,12 @@ async def test_a_store_that_fails_in_the_middle_disturbs_nothing_else(
     """What was committed stays, nothing of the shard in question does, and another trace of the client goes on."""
     whole, count = Store.put, 0
 
-    def fails(self: Store, name: str, data: bytes) -> None:
+    def fails(self: Store, name: str, *pieces: bytes) -> None:
         nonlocal count
         count += 1
         if count == 5:
             raise tracewire.StoreFull(self.url, name, "OSError: [Errno 28] No space left on device")
-        whole(self, name, data)
+        whole(self, name, *pieces)
 
     monkeypatch.setattr(Store, "put", fails)
     async with engine(reads), client.trace("tiny", "hang on") as other:

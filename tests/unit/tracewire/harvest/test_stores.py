@@ -20,7 +20,7 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     store = Store(tmp_path / "acts")
     store.create("harvest.json", b"{}")
     store.put("shards/a", b"first")
-    store.put("shards/a", b"second")
+    store.put("shards/a", b"sec", memoryview(b"on"), b"d")
     store.create("journal/0", b"0")
     assert store.read("shards/a") == b"second"
     assert store.sizes("shards") == {"shards/a": 6}

@@ -17,6 +17,8 @@ from tests.support.bus_engine import Stage, engine_info, tiny
 from tests.support.scripted_engine import ScriptedEngine, info, serving
 from tests.support.vectors import encoded
 from tracewire import Ablate, Clamp, Client, Patch, Probe, Steer, TraceRejected
+from tracewire.traces import vectors
+from tracewire.traces.vectors import ReferredArrays, ReferredLists
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain import limits
 from tracewire_bus.domain.limit_table import Limits
@@ -119,6 +121,60 @@ async def test_traces_refer_to_arrays_that_are_stored_once(
         for mine, other in zip(arrays[-5:], wanted, strict=True):
             assert mine.dtype == other.dtype
             assert np.array_equal(mine, other)
+
+
+async def test_a_list_that_comes_again_is_looked_at_once(
+    client: Client, engine: Engine, writes: list[set[ArrayRef]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    referring = ReferredArrays._referring
+
+    def noted(self: ReferredArrays, one: Any, where: str) -> Any:
+        looks.append(one)
+        return referring(self, one, where)
+
+    monkeypatch.setattr(ReferredArrays, "_referring", noted)
+    taken, same = Taken(), [one for one in declared() if not isinstance(one, Ablate)]
+    async with engine(taken, **NEW):
+        await client.models.get("tiny", timeout=PATIENCE)
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(run, client, same)
+        assert len(looks) == 4
+        # The client finds that an array has changed.
+        same[0].vector[7] = 9.0
+        await run(client, same)
+        assert len(looks) == 8
+        # Redis may have lost the arrays.
+        client._session.open_bus().vectors.forget()
+        await run(client, same)
+    assert [len(one) for one in writes] == [2, 1, 3]
+    changed = vector(0)
+    changed[7] = 9.0
+    assert [float(arrays[0][7]) for arrays in taken.arrays] == [float(vector(0)[7])] * 3 + [9.0] * 2
+    assert all(np.array_equal(arrays[1], vector(0)) for arrays in taken.arrays)
+
+
+async def test_an_intervention_without_arrays_may_change_between_two_traces(client: Client, engine: Engine) -> None:
+    taken, steer, probe = Taken(), Steer("residual(0)", vector(0)), Probe("p", "residual(0)")
+    async with engine(taken, **NEW):
+        for at in ("residual(0)", "residual(0)", "residual(1)"):
+            probe.at = at
+            await run(client, [steer, probe])
+    assert [one.interventions[1].at for one in taken.submissions] == ["residual(0)", "residual(0)", "residual(1)"]
+
+
+def test_lists_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "_LISTS_BYTES", 5000)
+    monkeypatch.setattr(vectors, "_LISTS", 3)
+    lists = ReferredLists()
+    known = []
+    for size in (1000, 1000, 1000, 1000, 4000, 6000):
+        given: list[Any] = [Probe("p", "residual(0)")]
+        known.append(given)
+        payload = bytes(size)
+        lists.keep(given, {encoded(np.zeros(size))[0]: vectors._Array(payload, "", False)}, [Probe("q", "residual(0)")])
+    assert [lists.get(one) is not None for one in known] == [False, False, False, True, True, False]
 
 
 async def test_small_arrays_and_live_ones_stay_where_they_are(

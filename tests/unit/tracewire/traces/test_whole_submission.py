@@ -9,7 +9,7 @@ import pytest
 import tracewire
 from tracewire import Client
 from tracewire.traces.large import offload_large_arrays
-from tracewire.traces.vectors import ReferredArrays
+from tracewire.traces.vectors import ReferredArrays, ReferredLists
 from tracewire.traces.whole_submission import whole_submission
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import decode_submission, encode
@@ -24,7 +24,7 @@ async def test_blobs_and_vectors_come_back(client: Client, bus: Bus) -> None:
     made = client.trace("tiny", "x", interventions=[steer])._submission
     made.block = Block(name="b", source="pass", variables=pack({"large": large, "small": 1}))
     sent = await offload_large_arrays(made, bus)
-    referred = ReferredArrays(sent, bus.vectors, [])
+    referred = ReferredArrays(sent, bus.vectors, [], ReferredLists())
     sent = msgspec.structs.replace(sent, interventions=await referred.store())
     sent = decode_submission(encode(sent))
     assert len(sent.block.variables) < 1000 if sent.block is not None else False

@@ -97,7 +97,8 @@ def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: Norm
     small, large = [_steer(200) for _ in range(4)], _steer(1000)
     normalize([*small, large])
     assert [forms.get(one) is not None for one in (*small, large)] == [False, False, True, True, False]
-    assert forms._bytes == sum(kept.size for kept in forms._kept.values()) <= 4000
+    arrays = sum(kept.one.vector.nbytes for kept in forms._kept.values())
+    assert forms._bytes == arrays + sum(kept.size for kept in forms._kept.values()) <= 4000
 
 
 def test_what_an_adapter_decodes_is_not_kept(forms: NormalForms) -> None:
@@ -110,3 +111,19 @@ def test_a_part_of_a_large_array_is_not_kept(forms: NormalForms) -> None:
     one = Steer("residual(1)", np.zeros((1 << 10, 1 << 9), np.float32)[3], scale=0.5)
     normalize([one])
     assert forms.get(one) is None
+
+
+def test_a_large_array_counts_once_for_all_its_rows(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
+    rows = np.zeros((32, 256), np.float32)
+    monkeypatch.setattr(normal_forms, "_MOST_BYTES", 2 * rows.nbytes + 32 * 64)
+    several = [Steer("residual(1)", row, scale=0.5) for row in rows]
+    normalize(several)
+    assert all(forms.get(one) is not None for one in several)
+    assert rows.nbytes < forms._bytes <= 2 * rows.nbytes + 32 * 64
+    other = _steer(rows.size // 2)
+    normalize([other])
+    assert forms.get(other) is not None
+    assert not any(forms.get(one) for one in several[:16])
+    monkeypatch.setattr(normal_forms, "_MOST", 0)
+    normalize([_steer()])
+    assert (forms._bytes, forms._sharing, len(forms._kept)) == (0, {}, 0)

@@ -15,7 +15,7 @@ from tracewire_engine.worker.declared.layouts import made_layout
 
 def test_a_read_has_its_rows_and_a_controller_one_number() -> None:
     declaration: Any = SimpleNamespace(request="r", choice=1, reads=True)
-    rows: Any = SimpleNamespace(counts=[3])
+    rows: Any = SimpleNamespace(counts=[3], owners=None)
 
     def collector(one: Any) -> Collector:
         member = Member(declaration, cast(Any, SimpleNamespace(one=one)), (0, 3))
@@ -43,7 +43,7 @@ def test_a_drafted_request_has_an_entry_for_each_token_that_it_got() -> None:
         op = cast(Any, SimpleNamespace(one=one))
         spans = [(each, row, place * 3 + row) for place, each in enumerate(both) for row in range(3)]
         members = [Member(each, op, (start, 1), draft=row) for each, row, start in spans]
-        found = Collector(members, cast(Any, SimpleNamespace(counts=[1] * 6)), one, 1, False, 0)
+        found = Collector(members, cast(Any, SimpleNamespace(counts=[1] * 6, owners=None)), one, 1, False, 0)
         found.found[0] = torch.arange(6.0)
         found.keep([one.draft <= (1 if one.declaration is both[0] else 0) for one in members])
         return found

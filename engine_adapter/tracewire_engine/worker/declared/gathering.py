@@ -1,0 +1,206 @@
+"""Gathers the interventions of a step's requests into groups that can run together.
+
+Requests that bring the same interventions are gathered at once: what an intervention needs for its rows is found once
+for all of them, and once for all interventions that have the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from tracewire_bus.wire.messages import AttentionPattern
+
+from .groups import Member, Rows
+from .ops import Declaration, Op
+from .spans import Chunk, spans_of
+
+__all__ = ["Gathering"]
+
+
+class _Piece(NamedTuple):
+    """Rows of a request in a step: those up to its next token's (`draft` 0), or that of a draft."""
+
+    declaration: Declaration
+    chunk: Chunk
+    draft: int
+
+
+#: Rows of one intervention, as those of a `Member`: the declaration, the span, `at`, `index` and `draft`.
+_Entry: TypeAlias = tuple[Declaration, tuple[int, int], int, int, int]
+
+
+class _Entries:
+    """Rows of one intervention of several requests, which all have one row each, or all have several."""
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self.entries: list[_Entry] = []
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The rows of each."""
+        return tuple([span for _, span, *_ in self.entries])
+
+
+class _Alike:
+    """The members of one group, and their rows in pieces. Groups with the same rows have the same pieces."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self.pieces: list[tuple[tuple[int, int], ...]] = []
+
+
+class Gathering:
+    """The interventions of a step, by what can share a group.
+
+    Args:
+        fail: ends the interventions of members' requests with an error.
+
+    Attributes:
+        recordable: whether a CUDA graph can have the groups, as far as is known here.
+        steady: whether each step of the plan has the same groups, as far as is known here.
+    """
+
+    def __init__(self, fail: Callable[[list[Member], Exception], None]) -> None:
+        self.recordable = self.steady = True
+        self._fail = fail
+        self._found: dict[tuple[Any, ...], _Alike] = {}
+        #: Pieces of requests with the same interventions, one after the other in the batch, yet to be gathered.
+        self._run: list[_Piece] = []
+
+    def add(self, declaration: Declaration, chunk: Chunk, draft: int) -> None:
+        """Add interventions of a request that does not come before those added so far.
+
+        Those that do not fit the prompt fail. `draft`: the number of the draft whose row the chunk is, from 1 on; or 0.
+        """
+        if self._run and not declaration.same_as(self._run[0].declaration):
+            self._gather()
+        self._run.append(_Piece(declaration, chunk, draft))
+
+    def groups(self, total: int, device: torch.device) -> Iterator[tuple[list[Member], Rows]]:
+        """The members of each group with their rows, in the order in which groups run. `total`: rows of the step."""
+        self._gather()
+        by_pieces: dict[tuple[int, ...], Rows] = {}
+        by_spans: dict[tuple[tuple[int, int], ...], Rows] = {}
+        for _, alike in sorted(self._found.items(), key=_in_order):
+            pieces = tuple(map(id, alike.pieces))
+            rows = by_pieces.get(pieces)
+            if rows is None:
+                spans = tuple(chain.from_iterable(alike.pieces))
+                rows = by_spans.get(spans)
+                if rows is None:
+                    rows = by_spans[spans] = Rows(spans, total, device)
+                    # No two requests have a row in common, so members with the same rows are of the same requests.
+                    rows.owners = tuple([(id(one.declaration), one.draft) for one in alike.members])
+                by_pieces[pieces] = rows
+            yield alike.members, rows
+
+    def _gather(self) -> None:
+        """Gather the interventions of the requests of the run."""
+        run, self._run = self._run, []
+        # The rows of interventions, by what these depend on. Each list of rows is one piece of all groups that have it.
+        known: dict[tuple[Any, ...], list[tuple[_Entries, tuple[tuple[int, int], ...]]]] = {}
+        for order, op in enumerate(run[0].declaration.ops if run else ()):
+            by = op.rows_by
+            if by is None:
+                for piece in run:
+                    self._gather_one(order, op, piece)
+                continue
+            found = known.get(by)
+            if found is None:
+                found = known[by] = [(one, one.spans()) for one in _entries(op, run)]
+            for entries, spans in found:
+                alike = self._alike(_key(order, op, several=entries.several))
+                alike.pieces.append(spans)
+                alike.members += [
+                    Member(declaration, op, span, at, order, index, draft)
+                    for declaration, span, at, index, draft in entries.entries
+                ]
+
+    def _gather_one(self, order: int, op: Op, piece: _Piece) -> None:
+        """Gather an intervention of one request, whose rows depend on more than its positions."""
+        declaration, chunk, draft = piece
+        try:
+            members = _members_of(declaration, order, chunk, draft)
+        except ValueError as error:
+            self._fail([Member(declaration, op, (chunk.start, 0))], error)
+            return
+        for member in members:
+            key = _key(order, op, several=member.span[1] > 1)
+            if isinstance(op.one, AttentionPattern):
+                key += self._pattern_key(op.one, member)
+            alike = self._alike(key)
+            alike.pieces.append((member.span,))
+            alike.members.append(member)
+
+    def _alike(self, key: tuple[Any, ...]) -> _Alike:
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = _Alike()
+        return found
+
+    def _pattern_key(self, one: AttentionPattern, member: Member) -> tuple[Any, ...]:
+        """What tells groups of attention patterns apart, besides what tells all groups apart."""
+        self.recordable = False
+        if member.keys:
+            return ("keys",)
+        if one.top_k:
+            return ("single" if member.span[1] == 1 else "several",)
+        # A whole pattern is wider in each step, and as wide as its own request is long.
+        self.steady = False
+        return (id(member.declaration),)
+
+
+def _in_order(item: tuple[tuple[Any, ...], _Alike]) -> tuple[int, bool]:
+    """By the place of the intervention in its list; keys before the queries that need them."""
+    (order, *_), alike = item
+    return order, not alike.members[0].keys
+
+
+def _key(order: int, op: Op, *, several: bool) -> tuple[Any, ...]:
+    """Equal for interventions that can share a group. `several`: each of them has several rows."""
+    if several and not op.rowwise:
+        # Vectors are not spread over a prompt's rows: each vector has a group of its own.
+        return order, op.grouping, id(op.matrix), id(op.bias), op.numbers
+    return order, op.grouping
+
+
+def _entries(op: Op, run: list[_Piece]) -> list[_Entries]:
+    """The rows of an intervention of several requests, those with one row apart from those with several."""
+    found: dict[bool, _Entries] = {}
+    for declaration, chunk, draft in run:
+        unseen, index = chunk.first >= declaration.seen, chunk.first - chunk.start - chunk.prompt + 1
+        if chunk.count == 1 and chunk.first >= chunk.prompt and op.each_token and (unseen or not op.reads):
+            spans = [(chunk.start, 1, 0)]
+        else:
+            spans = spans_of(op, declaration, chunk)
+        for start, count, at in spans:
+            entries = found.get(count > 1)
+            if entries is None:
+                entries = found[count > 1] = _Entries(count > 1)
+            entries.entries.append((declaration, (start, count), at, index + start, draft))
+    return list(found.values())
+
+
+def _members_of(declaration: Declaration, place: int, chunk: Chunk, draft: int) -> list[Member]:
+    """An intervention's rows in a step.
+
+    Raises:
+        ValueError: it does not fit the prompt.
+    """
+    op, index = declaration.ops[place], chunk.first - chunk.start - chunk.prompt + 1
+    members = [
+        Member(declaration, op, (start, count), at, place=place, index=index + start, draft=draft)
+        for start, count, at in spans_of(op, declaration, chunk)
+    ]
+    if isinstance(op.one, AttentionPattern):
+        if chunk.first > declaration.seen:
+            raise ValueError(f"the keys of the positions before {chunk.first} were not computed here")
+        # Before the queries, which need them.
+        span = chunk.start, chunk.count
+        keys = Member(declaration, op, span, chunk.first, place=place, index=index, draft=draft, keys=True)
+        members.insert(0, keys)
+    return members

@@ -1,0 +1,111 @@
+"""Interventions of several requests, gathered at once where the requests bring the same ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tracewire_bus.domain.intervention_checks import normalize
+from tracewire_bus.wire.messages import Ablate, AttentionPattern, Clamp, LogitLens, Patch, Probe, Steer
+from tracewire_engine.protocol.messages import Placed
+from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.declared.gathering import Gathering
+from tracewire_engine.worker.declared.groups import Member
+from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.declared.spans import Chunk
+
+CPU = torch.device("cpu")
+HIDDEN = 4
+VECTOR, OTHER = np.arange(HIDDEN, dtype=np.float32), np.ones(HIDDEN, np.float32)
+#: What requests bring, each list any number of them.
+SPECS: list[list[Any]] = [
+    [Probe("p", "", weight=VECTOR), Steer("", VECTOR, scale=0.5), Probe("all", "", positions="all")],
+    [Probe("p", "", weight=OTHER), Steer("", OTHER, scale=0.5), Probe("all", "", positions="generated")],
+    [Steer("", VECTOR, positions="prompt"), LogitLens("lens", ""), Ablate("", VECTOR, positions="last")],
+    [Patch("", np.stack([VECTOR, OTHER]), positions=[1, 3]), Clamp("", OTHER, min=0.0)],
+    [AttentionPattern("a", ""), Probe("p", "", reduce="norm")],
+    [AttentionPattern("a", "", top_k=2), Steer("", VECTOR)],
+]
+
+
+def encoded(spec: list[Any]) -> bytes:
+    return msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)]) for one in normalize(spec)])
+
+
+def batch(seed: int, known: DeclaredRequests) -> list[tuple[Declaration, Chunk, int]]:
+    """Requests of a step: prompts, pieces of prompts, drafts and generated tokens."""
+    rng = random.Random(seed)
+    specs = [encoded(rng.choice(SPECS)) for _ in range(2)]
+    found, start = [], 0
+    for number in range(rng.randint(1, 9)):
+        declaration = Declaration(f"r{number}", 0, rng.choice(specs), LiveRun(""), known.decoded)
+        prompt = rng.randint(2, 6)
+        first, count = rng.choice([(0, prompt), (0, prompt - 1), (prompt - 1, 1), (prompt + 2, 1)])
+        declaration.seen = rng.choice([0, first, first + 3])
+        for draft in range(rng.choice([1, 1, 3]) if first > prompt else 1):
+            found.append((declaration, Chunk(start, first + draft, count, prompt), draft))
+            start += count
+    return found
+
+
+def gathered(pieces: list[tuple[Declaration, Chunk, int]]) -> tuple[Any, ...]:
+    """All that is found of each group, with the members that failed."""
+    failed: list[tuple[str, str]] = []
+
+    def fail(members: list[Member], error: Exception) -> None:
+        failed.extend((one.declaration.request, str(error)) for one in members)
+
+    gathering = Gathering(fail)
+    for piece in pieces:
+        gathering.add(*piece)
+    total = sum(chunk.count for _, chunk, _ in pieces)
+    groups = []
+    for members, rows in gathering.groups(total, CPU):
+        assert rows.owners == tuple((id(one.declaration), one.draft) for one in members)
+        assert rows.counts == [one.span[1] for one in members]
+        described = [
+            (one.declaration.request, id(one.op), one.span, one.at, one.place, one.index, one.draft, one.keys)
+            for one in members
+        ]
+        groups.append((described, rows.numbers.tolist()))
+    return groups, sorted(failed), gathering.recordable, gathering.steady
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_requests_are_gathered_at_once_as_they_would_be_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = batch(seed, DeclaredRequests(CPU))
+    at_once = gathered(pieces)
+    monkeypatch.setattr(Declaration, "same_as", lambda *_: False)
+    assert at_once == gathered(pieces)
+
+
+def test_groups_with_the_same_rows_share_them() -> None:
+    known = DeclaredRequests(CPU)
+    spec = encoded([Probe(f"p{layer}", "", weight=VECTOR) for layer in range(3)])
+    gathering = Gathering(lambda members, error: None)
+    for number in range(4):
+        gathering.add(Declaration(f"r{number}", 0, spec, LiveRun(""), known.decoded), Chunk(number, 7, 1, 5), 0)
+    groups = list(gathering.groups(4, CPU))
+    assert [members[0].place for members, _ in groups] == [0, 1, 2]
+    assert len({id(rows) for _, rows in groups}) == 1
+    assert [member.index for member in groups[0][0]] == [3] * 4
+    assert gathering.steady
+    assert gathering.recordable
+
+
+def test_one_that_does_not_fit_its_prompt_fails_alone() -> None:
+    known, failed = DeclaredRequests(CPU), []
+    spec = encoded([Patch("", np.stack([VECTOR, OTHER]), positions=[1, 3]), Probe("p", "")])
+    gathering = Gathering(lambda members, error: failed.extend(one.declaration.request for one in members))
+    for number, prompt in enumerate((3, 5)):
+        declaration = Declaration(f"r{number}", 0, spec, LiveRun(""), known.decoded)
+        gathering.add(declaration, Chunk(3 * number, 0, prompt, prompt), 0)
+    requests = [[one.declaration.request for one in members] for members, _ in gathering.groups(8, CPU)]
+    assert failed == ["r0"]
+    assert requests == [["r1", "r1"], ["r0", "r1"]]
