@@ -1,7 +1,7 @@
 """What signatures cost: submissions and tokens a second with signing on, beside the same with signing off.
 
-    python -m benchmarks.policy [--loads served,paced,full,busy] [--concurrency 32] [--tokens 64] [--rounds 12]
-        [--seconds 2] [--engines MODEL] [--json]
+    python -m benchmarks.policy [--loads served,paced,full,busy] [--concurrency 32] [--tokens 64] [--rounds 20]
+        [--seconds 1] [--engines MODEL] [--json]
 
 Two engines serve one embedded Redis. One is *strict*: it verifies each submission by a keyring, marks its nonce, signs
 each final and writes an audit trail, and its client signs and verifies. The other engine and client do none of that.
@@ -10,26 +10,26 @@ All other limits are on for both. This process runs `--concurrency` traces at a 
 
 These loads are measured:
 
-- `served`: scripted engines step every `--served-ms` milliseconds by the clock, as a model does whose steps run on other
-  processors than its adapter. Traces have different lengths, `--tokens` in the mean, so that they begin and end apart
-  from each other. A signature then covers one or two messages.
-- `paced`: scripted engines make a token of each trace `--step-ms` milliseconds after the adapter has taken the tokens
-  before. All traces have `--tokens` tokens.
-- `full`: they make tokens as fast as their adapters take them. No model takes time, so processor time is all that limits
-  these figures: they are of the adapter's and the client's own work.
+- `served`: scripted engines step every `--served-ms` milliseconds by the clock, as a model does whose steps run on
+  other processors than its adapter. Traces have different lengths, `--tokens` in the mean, so that they begin and end
+  apart from each other. One signature covers one or two messages.
+- `paced`: scripted engines make a token of each trace `--step-ms` milliseconds after their adapters have taken the
+  tokens before. All traces have `--tokens` tokens, also in the following loads.
+- `full`: they make tokens as fast as their adapters take them. No model takes time, so these figures are of the
+  processor time of client, adapter and Redis.
 - `busy`: they make a token of each trace every 5 ms, of six times as many traces: more than two cores carry.
 - `model`, with `--engines MODEL`: two whole engines of that model, of `tracewire engine`.
 
-In `full` and `busy` each engine steps in its adapter's process, and all traces have the same length. So traces begin
-and end in groups, and the size of these groups changes the time of a trace more than signatures do: a trace in groups
-of 32 takes a third less processor time than in groups of 16. A single run of these two is good to some 0.05.
+In `full` and `busy` traces begin and end in groups. The size of the groups changes the time of a trace more than
+signatures do: in groups of 32 a trace takes a third less processor time than in groups of 16. So a run of these two
+loads is good to some 0.05.
 
 Each load has `submissions` and `tokens`: the median over the pairs of rounds of the rate with signing over that
-without. `ratio` is the lowest of these medians of the loads in which a model takes its time (`served`, `paced`, `model`),
-and `bound` of those in which processors are all that limits (`full`, `busy`). `spread` has the lower and the upper
-quartile of the submissions' ratio. `cpu_ms`, of scripted engines, is the processor time of a trace in this process, the
-adapter and Redis, and altogether, and `cpu` the median of the latter without signing over that with. Other load on the
-machine changes it less than it changes the rates.
+without. `ratio` is the lowest of these medians of the loads in which a model takes its time (`served`, `paced` and
+`model`), and `bound` that of the loads in which the processors limit the rate (`full` and `busy`). `spread` has the
+lower and the upper quartile of the submissions' ratio. `cpu_ms`, of scripted engines, is the processor time of a trace:
+all, and that of this process, the adapter and Redis. `cpu` is the median of all of it without signing over that with.
+Other load on the machine changes it less than it changes the rates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,13 @@ def settings(side: str, folder: Path) -> Settings:
 
 
 class Clock:
-    """Returns every `step_s` seconds by the clock; at once if it is called later than that."""
+    """Returns every `step_s` seconds by the clock. After a call that comes late it makes up for the lost time.
+
+    A model whose steps run elsewhere does not wait for its adapter either. After a pause of more than `PAUSE_S`, in
+    which the engine had no requests, nothing is made up for.
+    """
+
+    PAUSE_S = 0.1
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -110,8 +116,10 @@ class Clock:
     async def __call__(self) -> None:
         """Wait until the next step is due."""
         now = anyio.current_time()
-        self._due = max(self._due + self._step_s, now)
-        await anyio.sleep(self._due - now)
+        self._due += self._step_s
+        if now - self._due > self.PAUSE_S:
+            self._due = now + self._step_s
+        await anyio.sleep(max(0.0, self._due - now))
 
 
 async def serve(side: str, folder: Path, url: str, step_s: float, clocked: bool) -> None:
@@ -292,9 +300,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                     loads[what] = await rounds(Pair(clients, models, processes, varied=chosen.varied), sized)
             if options.engines:
                 with whole(folder, server.url, options.engines):
-                    pair = Pair(clients, models, dict.fromkeys(SIDES, {}), settle_s=2.5)
+                    pair = Pair(clients, models, {side: {} for side in SIDES}, settle_s=2.5)
                     loads["model"] = await rounds(pair, options)
-    sizes = {name: getattr(options, name) for name in ("concurrency", "tokens", "served_ms", "step_ms", "rounds")}
+    named = ("concurrency", "tokens", "served_ms", "step_ms", "rounds", "seconds")
+    sizes = {name: getattr(options, name) for name in named}
     return {"ratio": lowest(loads, model=True), "bound": lowest(loads, model=False), **loads, **sizes}
 
 
@@ -304,7 +313,7 @@ def lowest(loads: Mapping[str, Mapping[str, Any]], *, model: bool) -> float | No
     return min((min(one["submissions"], one["tokens"]) for one in found), default=None)
 
 
-def names(text: str) -> list[str]:
+def load_names(text: str) -> list[str]:
     """The type of an option that takes loads, separated by commas."""
     found = text.split(",")
     if unknown := sorted(set(found) - set(LOADS)):
@@ -319,9 +328,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least(1), default=64, help="tokens of a trace")
     parser.add_argument("--served-ms", type=at_least(1), default=7, help="milliseconds of a step, where served")
     parser.add_argument("--step-ms", type=at_least(0), default=20, help="milliseconds between two tokens, where paced")
-    parser.add_argument("--loads", type=names, default=[*LOADS], help=f"of {','.join(LOADS)}; by default all")
-    parser.add_argument("--rounds", type=at_least(1), default=12, help="rounds of each side")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long a round begins new traces")
+    parser.add_argument("--loads", type=load_names, default=[*LOADS], help=f"of {','.join(LOADS)}; by default all")
+    parser.add_argument("--rounds", type=at_least(1), default=20, help="rounds of each side")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long a round begins new traces")
     parser.add_argument("--engines", metavar="MODEL", help="measure whole engines of this model, too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
