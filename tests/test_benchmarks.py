@@ -363,25 +363,33 @@ def test_steering(form: str) -> None:
         assert one["engine_steps_p50"] <= one["engine_steps_p99"] <= one["engine_steps_max"]
 
 
-def check_policy(*more: str, loads: Sequence[str]) -> None:
-    sizes = ("--concurrency", "2", "--tokens", "4", "--step-ms", "1", "--rounds", "2", "--seconds", "0.3")
-    found = figures("policy", *sizes, *more)
-    assert found["ratio"] == min(found[load][what] for load in loads for what in ("submissions", "tokens"))
-    for load in loads:
+def check_policy(*more: str, served: Sequence[str], bound: Sequence[str]) -> None:
+    sizes = ("--concurrency", "2", "--tokens", "4", "--served-ms", "1", "--step-ms", "1", "--rounds", "2")
+    found = figures("policy", *sizes, "--seconds", "0.3", *more)
+    for figure, loads in (("ratio", served), ("bound", bound)):
+        expected = [found[load][what] for load in loads for what in ("submissions", "tokens")]
+        assert found[figure] == min(expected, default=None)
+    for load in (*served, *bound):
         above_zero(found[load], "submissions", "tokens", "submissions_per_s", "tokens_per_s")
         for side in ("on", "off"):
-            expected = 4 * found[load]["submissions_per_s"][side]
-            assert found[load]["tokens_per_s"][side] == pytest.approx(expected, rel=0.5)
+            expected_tokens = 4 * found[load]["submissions_per_s"][side]
+            assert found[load]["tokens_per_s"][side] == pytest.approx(expected_tokens, rel=0.5)
+            if load != "model":
+                assert found[load]["cpu_ms"][side].keys() == {"all", "client", "adapter", "redis"}
 
 
 def test_policy() -> None:
-    check_policy(loads=["full", "busy", "paced"])
+    check_policy(served=["served", "paced"], bound=["full", "busy"])
+
+
+def test_policy_of_one_load() -> None:
+    check_policy("--loads", "served", served=["served"], bound=[])
 
 
 @own_engine
 @pytest.mark.full
 def test_policy_of_whole_engines() -> None:
-    check_policy("--engines", "demo", loads=["full", "busy", "paced", "model"])
+    check_policy("--engines", "demo", served=["served", "paced", "model"], bound=["full", "busy"])
 
 
 def test_hosts() -> None:
