@@ -2,7 +2,7 @@
 
     python -m benchmarks.harvest [--model FOLDER] [--prompts 200] [--tokens 64] [--concurrency 32] [--rounds 5]
         [--ways http traces last harvest parquet] [--to FOLDER] [--stock] [--dummy] [--tap LOCATION ...]
-        [--engine NAME=VALUE ...] [--settle 0] [--json] [any option of `tracewire engine`]
+        [--engine NAME=VALUE ...] [--settle 0] [--turns FILE] [--json] [any option of `tracewire engine`]
 
 Each round has every way once, in another order. All ways have as many prompts of so many tokens, and so many at once.
 No way has a prompt that another way or an earlier round had, so none is in a prefix cache:
@@ -30,6 +30,7 @@ has them go beside it. `--to` names a folder on the disk of interest.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -50,7 +51,7 @@ import anyio.to_thread
 import httpx
 
 import tracewire
-from benchmarks.overhead import Role
+from benchmarks.overhead import Role, turn
 from benchmarks.processes import at_least
 from tests.faults.harness.processes import free_port
 from tracewire import Probe
@@ -126,9 +127,9 @@ def stock_way(role: Role, concurrency: int) -> Way:
     return stock
 
 
-def prompts_of(turn: int, way: str, options: argparse.Namespace) -> list[list[int]]:
+def prompts_of(number: int, way: str, options: argparse.Namespace) -> list[list[int]]:
     """The prompts of a way in a round, which no other way or round has."""
-    draw = random.Random(f"{turn} {way}")
+    draw = random.Random(f"{number} {way}")
     return [[draw.randint(1, 200) for _ in range(options.tokens)] for _ in range(options.prompts)]
 
 
@@ -147,13 +148,13 @@ def write_files(sizes: list[int], folder: Path) -> float:
 
 
 async def one_round(
-    turn: int, found: dict[str, Way], options: argparse.Namespace, seconds: dict[str, list[float]]
+    number: int, found: dict[str, Way], options: argparse.Namespace, seconds: dict[str, list[float]]
 ) -> dict[str, int]:
     """Each way once; adds how long each took to `seconds`. Returns how many bytes each kept."""
     kept: dict[str, int] = {}
     names = list(found)
-    for name in names[turn % len(names) :] + names[: turn % len(names)]:
-        prompts = prompts_of(turn, name, options)
+    for name in names[number % len(names) :] + names[: number % len(names)]:
+        prompts = prompts_of(number, name, options)
         await anyio.sleep(options.settle)
         with tempfile.TemporaryDirectory(dir=options.to) as folder:
             began = time.perf_counter()
@@ -177,22 +178,24 @@ async def measure(url: str, openai: str, options: argparse.Namespace, folder: Pa
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{openai}", limits=limits, timeout=300)
         )
-        await client.models.get("model", timeout=600)
         every = ways(client, http, options.concurrency)
         found = {name: every[name] for name in options.ways}
-        if options.stock:
-            setup = {"model": model_folder(options.model), "engine": engine_options(options), "eager": False}
-            role = await anyio.to_thread.run_sync(Role, "plain", setup, folder, "stock")
-            stack.callback(role.stop)
-            found = {"stock": stock_way(role, options.concurrency), **found}
-        for turn in range(-1, options.rounds):
+        async with turn(options.turns, fcntl.LOCK_SH):
+            await client.models.get("model", timeout=600)
+            if options.stock:
+                setup = {"model": model_folder(options.model), "engine": engine_options(options), "eager": False}
+                role = await anyio.to_thread.run_sync(Role, "plain", setup, folder, "stock")
+                stack.callback(role.stop)
+                found = {"stock": stock_way(role, options.concurrency), **found}
+        for number in range(-1, options.rounds):
             # One round to warm up, which does not count.
-            kept = await one_round(turn, found, options, seconds)
-            if turn < 0:
+            async with turn(options.turns):
+                kept = await one_round(number, found, options, seconds)
+            if number < 0:
                 seconds.clear()
             else:
                 said = {name: round(options.prompts * options.tokens / took[-1]) for name, took in seconds.items()}
-                print(f"round {turn}: {said}", file=sys.stderr, flush=True)
+                print(f"round {number}: {said}", file=sys.stderr, flush=True)
     return figures(seconds, kept, options)
 
 
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--dummy", action="store_true", help="random weights, and a given size of the KV cache")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="vLLM's, for all engines")
     parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="before each way")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="take turns with others that name this file")
     parser.add_argument("--logs", type=Path, help="a folder for the engines' logs")
     parser.add_argument("--json", action="store_true")
     options, options.rest = parser.parse_known_args()

@@ -180,6 +180,7 @@ class HostedModel:
     def finish(self, name: str, tokens: int | None = None) -> None:
         """The scheduler ends a request."""
         assert self.hosts.finish(f"{name}-00000000", tokens, None, None)
+        self.hosts.tell_ends()
 
     def wait(self, *names: str, timeout_s: float = 60.0) -> None:
         """Wait until the ends of these requests have been reported, and what they held is given up."""

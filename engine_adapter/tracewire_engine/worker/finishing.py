@@ -90,6 +90,8 @@ class RequestFinisher:
             self.wind_up(request, progress)
             if told and not any(other.engine_id == request.engine_id for other in requests.requests.values()):
                 requests.results.forget(request.engine_id)
+        if requests.hosts is not None:
+            requests.hosts.tell_ends()
 
     def take_result(self, generated: bytes) -> None:
         """Take the adapter's message about an ended request, and end its blocks that waited for the message."""

@@ -31,6 +31,9 @@ class BlocksOfOthers:
     def steer(self, encoded: bytes) -> None:
         """Do nothing: the owner tells its hosts."""
 
+    def tell_ends(self) -> None:
+        """Do nothing: the owner tells its hosts."""
+
     def take_result(self, generated: bytes) -> bool:
         """Return whether the adapter's message is about a request with blocks, which the owner tells its host."""
         return _generated.decode(generated)[0] in self._by_request.values()

@@ -181,8 +181,8 @@ class HostTurns:
             self._reports.send_later(turn)
         return True
 
-    def begin(self, hosts: list[BlockHost]) -> None:
-        """Send these hosts what they have not been told, so that they begin the step while the model does."""
+    def tell(self, hosts: list[BlockHost]) -> None:
+        """Send these hosts what they have not been told, now. The model does not wait for them."""
         for host in hosts:
             self.send(host)
         self._reports.send_now(hosts)

@@ -92,6 +92,8 @@ class HostedBlocks:
         self._by_request: dict[str, HostedTrace] = {}
         #: Traces of which no request is left, although the worker may still see others of theirs.
         self._idle: dict[str, HostedTrace] = {}
+        #: Hosts that have not been told of the ends of requests.
+        self._ending: set[BlockHost] = set()
         #: The hosts of the step, and by location those that want something there.
         self._layout: _Layout | None = None
         self._active: list[BlockHost] = []
@@ -146,7 +148,10 @@ class HostedBlocks:
         self._of[request_id] = self._by_request[request.engine_id] = known
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
-        """End a request that the scheduler has ended. Returns whether its blocks ran in a host."""
+        """End a request that the scheduler has ended. Returns whether its blocks ran in a host.
+
+        The host is told with `tell_ends`.
+        """
         if self._others is not None:
             self._others.requests.discard(request_id)
         if self._earlier is not None:
@@ -161,7 +166,7 @@ class HostedBlocks:
                 # It never was in a step.
                 host.begin([], None)
             host.tell(Finished(request_id, tokens, failure, failed_at))
-            self._turns.send(host)
+            self._ending.add(host)
         self._reports.finish(trace.requests[request_id])
         if not any(one in self._of for one in trace.requests):
             trace.idle_since = time.monotonic()
@@ -170,6 +175,13 @@ class HostedBlocks:
                 trace.complete = True
                 self._reports.forget(trace)
         return True
+
+    def tell_ends(self) -> None:
+        """Tell the hosts which of their requests have ended since the last call: the model may come to rest now."""
+        if self._ending:
+            ending, self._ending = [host for host in self._ending if host.failure is None], set()
+            self._turns.tell(ending)
+            self._reports.hurry()
 
     def _purge(self) -> None:
         """Forget traces whose hosts are gone, and give up the hosts of those of which no request comes any more."""
@@ -256,7 +268,7 @@ class HostedBlocks:
                 (waiting if host.begins or not host.present <= before else ahead).append(host)
             elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
-        self._turns.begin(ahead)
+        self._turns.tell(ahead)
         self._turns.ask(waiting)
         self._watch()
         if self._others is not None and told:

@@ -94,6 +94,8 @@ class ReportThread:
         self.short = False
         #: Turns that are sent later, in their order.
         self._late: deque[LateTurn] = deque()
+        #: Set when the thread has to stop leaving its work to the model's thread.
+        self._hurried = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -133,6 +135,11 @@ class ReportThread:
         if any(host.queued for host in hosts):
             with self._working:
                 self._send_turns([turn for turn in list(self._late) if turn.host in hosts])
+
+    def hurry(self) -> None:
+        """Have the thread do its work now, although a step has begun a moment ago."""
+        self._left_until = 0.0
+        self._hurried.set()
 
     def do(self, job: Callable[[], None]) -> None:
         """Run a job, behind what is done now and the jobs before."""
@@ -182,7 +189,8 @@ class ReportThread:
                     self._send_gathered()
                 self._look_at = time.monotonic() + _LOOK_MS / 1000
             elif now < self._left_until:
-                time.sleep(min(self._left_until, self._look_at) - now)
+                self._hurried.wait(min(self._left_until, self._look_at) - now)
+                self._hurried.clear()
             else:
                 ready = self._epoll.poll(_LOOK_MS / 1000 if self._hosts else None)
                 if time.monotonic() >= self._left_until:
