@@ -140,7 +140,7 @@ class _Box:
         return start, self.cursor
 
     def unchanged(self) -> bool:
-        """Whether the known items of a list to check in this step are the same objects. If not, they are checked again."""
+        """Whether the known items to check in this step are the same objects. If not, they are checked again."""
         before = self.cursor
         start, stop = self.window()
         if stop - start == len(self.items):

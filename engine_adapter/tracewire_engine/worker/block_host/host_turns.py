@@ -54,6 +54,8 @@ class HostTurns:
         self.passed: array[int] = array("H")
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
+        #: Hosts that have not been told of the ends of requests.
+        self.ending: set[BlockHost] = set()
         #: Of steps that are laid out as this one, by the hosts.
         self._layouts: dict[tuple[BlockHost, ...], StageLayout] = {}
 
@@ -186,6 +188,13 @@ class HostTurns:
         for host in hosts:
             self.send(host)
         self._reports.send_now(hosts)
+
+    def tell_ends(self) -> None:
+        """Tell hosts of the ends of requests, and have what they report of them passed on at once."""
+        if self.ending:
+            ending, self.ending = self.ending, set()
+            self.tell([host for host in ending if host.failure is None])
+            self._reports.hurry()
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
         """Send these hosts what they have not been told, and wait for their replies."""

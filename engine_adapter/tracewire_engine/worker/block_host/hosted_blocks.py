@@ -92,8 +92,6 @@ class HostedBlocks:
         self._by_request: dict[str, HostedTrace] = {}
         #: Traces of which no request is left, although the worker may still see others of theirs.
         self._idle: dict[str, HostedTrace] = {}
-        #: Hosts that have not been told of the ends of requests.
-        self._ending: set[BlockHost] = set()
         #: The hosts of the step, and by location those that want something there.
         self._layout: _Layout | None = None
         self._active: list[BlockHost] = []
@@ -166,7 +164,7 @@ class HostedBlocks:
                 # It never was in a step.
                 host.begin([], None)
             host.tell(Finished(request_id, tokens, failure, failed_at))
-            self._ending.add(host)
+            self._turns.ending.add(host)
         self._reports.finish(trace.requests[request_id])
         if not any(one in self._of for one in trace.requests):
             trace.idle_since = time.monotonic()
@@ -178,10 +176,7 @@ class HostedBlocks:
 
     def tell_ends(self) -> None:
         """Tell the hosts which of their requests have ended since the last call: the model may come to rest now."""
-        if self._ending:
-            ending, self._ending = [host for host in self._ending if host.failure is None], set()
-            self._turns.tell(ending)
-            self._reports.hurry()
+        self._turns.tell_ends()
 
     def _purge(self) -> None:
         """Forget traces whose hosts are gone, and give up the hosts of those of which no request comes any more."""
@@ -258,7 +253,8 @@ class HostedBlocks:
             self._turns.lay_out()
         layout = self._layout
         self._active = [host for host in layout.requests if host.failure is None]
-        waiting, ahead = [], []
+        waiting: list[BlockHost] = []
+        ahead: list[BlockHost] = []
         for host in self._active:
             before, new = host.present, host.new
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]

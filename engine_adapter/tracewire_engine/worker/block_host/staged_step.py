@@ -32,7 +32,7 @@ class _Form:
 
     Args:
         tensor: one of them.
-        place: the axis of its rows, and whether it has one of each request; `None` if it has none of tokens or requests.
+        place: the axis of its rows, and whether each request has one; `None` if they are not tokens' or requests'.
         rows: the first row that is copied, and the one behind the last.
     """
 
@@ -125,7 +125,7 @@ class StageLayout:
     def pattern(self, value: Any, *, by_request: bool) -> _Pattern | None:
         """The pattern of a value; `None` if it is neither a tensor nor a tuple of tensors."""
         tensors = value if type(value) is tuple else (value,)
-        if any([type(one) is not torch.Tensor for one in tensors]):
+        if any(type(one) is not torch.Tensor for one in tensors):
             return None
         key = (by_request, type(value), *[(one.shape, one.dtype) for one in tensors])
         found = self._patterns.get(key)
