@@ -59,6 +59,33 @@ def test_memory_is_used_in_turns_and_never_twice_at_once() -> None:
     assert memory.room(17 << 20) is None
 
 
+def test_memory_that_was_written_a_moment_ago_comes_first() -> None:
+    memory = RowMemory.create(1 << 20)
+    size = 64 << 10
+    starts, marks = [], []
+    for _ in range(3):
+        starts.append(memory.room(size))
+        marks.append(memory.taken)
+    assert starts == [0, size, 2 * size]
+    memory.returned = marks[0]
+    assert memory.room(size) == 0
+    # The second and the third are still read, and nothing is free before them.
+    assert memory.room(size) is None
+    memory.returned = marks[2]
+    assert memory.room(size) == size
+
+
+@pytest.mark.parametrize("size", [1, 8, 13, 64])
+@pytest.mark.parametrize("changed", [0, -1])
+def test_each_byte_counts(size: int, changed: int) -> None:
+    memory = RowMemory.create(1 << 16)
+    tensor = torch.arange(2 * size, dtype=torch.uint8)[::2]
+    shape = written(memory, tensor)
+    assert memory.equals(tensor, shape)
+    tensor[changed] += 1
+    assert not memory.equals(tensor, shape)
+
+
 def test_equality_is_of_bytes() -> None:
     memory = RowMemory.create(1 << 16)
     tensor = torch.tensor([float("nan"), 1.0])

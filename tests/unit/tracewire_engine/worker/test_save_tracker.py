@@ -17,6 +17,7 @@ from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, DecodedOutput, Delta, Final, Manifest, Set
 from tracewire_engine.worker import save_tracker as saves_module
+from tracewire_engine.worker.host_copy import HostCopy
 from tracewire_engine.worker.save_tracker import SaveTracker
 
 
@@ -199,6 +200,30 @@ def test_a_replaced_item_of_a_long_list_arrives_in_the_end(monkeypatch: pytest.M
     values[3] = -3.0
     replay.finish()
     assert replay.folded["xs"] == values
+
+
+def test_a_long_list_that_gains_tensors_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves_module, "WINDOW", 4)
+    tracker, kept = SaveTracker(), [torch.zeros(2)]
+
+    def step() -> list[Delta]:
+        new: list[Any] = []
+        tracker.collect_new({"kept": kept}, new)
+        host = HostCopy()
+        host.prime(new)
+        return tracker.step({"kept": kept}, host)
+
+    assert isinstance(step()[0], Set)
+    with monkeypatch.context() as patched:
+        patched.setattr(tracker, "_changes", None)
+        for number in range(20):
+            kept.append(torch.full((2,), float(number)))
+            (delta,) = step()
+            assert isinstance(delta, Append)
+    kept[3] = torch.ones(2)
+    # A window of items is checked in a step.
+    found = [delta for _ in range(6) for delta in step()]
+    assert [delta.path for delta in found] == [("kept", 3)]
 
 
 class _Unknown:

@@ -409,3 +409,25 @@ def test_a_host_is_told_of_the_last_step_when_none_follows(monkeypatch: pytest.M
         thread.between_steps()
     (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, [calls.receive(30)])
     assert [event.message for event in sent.events] == [b"\0", b"\1"]
+
+
+def test_only_the_turns_of_some_hosts_leave_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    process: Any = Host()
+    other = BlockHost(process, None)
+    late: Any = Rows()
+    thread.send_later(LateTurn(other, Turn([]), [late]))
+    for number in range(2):
+        thread.send_later(LateTurn(known, Turn([Generated(bytes([number]))]), []))
+    thread.send_now((known,))
+    (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, HostChannel(host._other[1]).arrived())
+    assert (sent.events, sent.turns) == ([Generated(b"\0"), Generated(b"\1")], 2)
+    assert (known.queued, other.queued, late.done) == (False, True, False)
+
+
+def test_the_thread_does_its_work_at_once_if_it_has_to_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, _, host, sent = stepping(monkeypatch, 3600.0)
+    host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
+    thread.hurry()
+    assert sent.next().steps[0].index == 0
+    assert threading.get_ident() not in sent.threads

@@ -599,3 +599,28 @@ def test_a_save_whose_finalizer_never_returns_is_freed_within_the_limit(runner: 
     rounds = Rounds(runner, odd=odd, innocent=innocent)
     rounds.run(3)
     innocent_saved(rounds, 3)
+
+
+def test_the_timer_is_set_once_for_several_turns(runner: Any) -> None:
+    def left() -> float:
+        return signal.getitimer(signal.ITIMER_REAL)[0]
+
+    with watchdog.timer_once():
+        assert not left()
+        with watchdog.turn():
+            assert left()
+        # What is inside leaves it, too.
+        watchdog.start_shared_timer()
+        watchdog.stop_shared_timer()
+        with watchdog.timer_once():
+            pass
+        assert left()
+        with pytest.raises(watchdog.BlockTimeout), watchdog.turn(building=True):
+            while True:
+                pass
+        with watchdog.turn():
+            pass
+    assert not left()
+    with watchdog.timer_once():
+        pass
+    assert not left()
