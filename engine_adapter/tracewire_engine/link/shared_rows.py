@@ -227,9 +227,12 @@ class RowMemory(RowBytes):
             np.ndarray(values.shape, np.uint8, self._map, start, (size, width, 1))[...] = values
             return
         there = np.ndarray((tensors, len(rows), width), np.uint8, self._map, start, (size, width, 1))
+        # All indices are rows, and the other modes copy twice.
+        if values.flags.c_contiguous and there.flags.c_contiguous:
+            values.take(rows, axis=1, out=there, mode="clip")
+            return
         for own, given in zip(there, values, strict=True):
-            # All indices are rows, and the other modes copy at once where they go.
-            np.take(given, rows, axis=0, out=own, mode="clip")
+            given.take(rows, axis=0, out=own, mode="clip")
 
     def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
         """Whether a tensor has the very bytes that lie there, NaN included."""

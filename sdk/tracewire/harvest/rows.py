@@ -302,9 +302,22 @@ def _concatenated(name: str, value: Any) -> dict[str, Array]:
 
     def join(arrays: list[Array]) -> Array:
         # A prompt that was computed in one step has one item.
-        return arrays[0] if len(arrays) == 1 and arrays[0].ndim else np.concatenate(arrays)
+        one = arrays[0]
+        if len(arrays) > 1 or not one.ndim or _held(one) > 2 * one.nbytes:
+            return np.concatenate(arrays)
+        return one
 
     return _joined(name, value, join)
+
+
+def _held(array: Array) -> int:
+    """How many bytes an array keeps: those of the array or message that it is a part of."""
+    import numpy as np
+
+    base: Any = array
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return base.nbytes if isinstance(base, np.ndarray) else memoryview(base).nbytes
 
 
 def _joined(name: str, value: Any, join: Any) -> dict[str, Array]:

@@ -183,17 +183,20 @@ class HostTurns:
             self._reports.send_later(turn)
         return True
 
-    def tell(self, hosts: list[BlockHost]) -> None:
-        """Send these hosts what they have not been told, now. The model does not wait for them."""
+    def tell_ahead(self, hosts: list[BlockHost]) -> None:
+        """Send these hosts what they have not been told, so that they begin the step while the model does."""
         for host in hosts:
             self.send(host)
-        self._reports.send_now(hosts)
+        self._reports.send_ready(hosts)
 
     def tell_ends(self) -> None:
         """Tell hosts of the ends of requests, and have what they report of them passed on at once."""
         if self.ending:
             ending, self.ending = self.ending, set()
-            self.tell([host for host in ending if host.failure is None])
+            hosts = [host for host in ending if host.failure is None]
+            for host in hosts:
+                self.send(host)
+            self._reports.send_now(hosts)
             self._reports.hurry()
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:

@@ -261,10 +261,13 @@ class HostedBlocks:
             host.begin(spans, layout.rows[host])
             if host.reads is None:
                 # The last reply said nothing of requests that were not in its step.
-                (waiting if host.begins or not host.present <= before else ahead).append(host)
+                if host.begins or not host.present <= before:
+                    waiting.append(host)
+                elif 0 in host.waits.values():
+                    ahead.append(host)
             elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
-        self._turns.tell(ahead)
+        self._turns.tell_ahead(ahead)
         self._turns.ask(waiting)
         self._watch()
         if self._others is not None and told:

@@ -136,6 +136,16 @@ class ReportThread:
             with self._working:
                 self._send_turns([turn for turn in list(self._late) if turn.host in hosts])
 
+    def send_ready(self, hosts: Collection[BlockHost]) -> None:
+        """Send the turns of these hosts that wait, if that takes no waiting."""
+        if any(host.queued for host in hosts) and self._working.acquire(blocking=False):
+            try:
+                turns = [turn for turn in list(self._late) if turn.host in hosts]
+                late = {turn.host for turn in turns if not turn.ready}
+                self._send_turns([turn for turn in turns if turn.host not in late])
+            finally:
+                self._working.release()
+
     def hurry(self) -> None:
         """Have the thread do its work now, although a step has begun a moment ago."""
         self._left_until = 0.0

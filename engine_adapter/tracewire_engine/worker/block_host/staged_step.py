@@ -23,6 +23,9 @@ from .rows import StepRows, Withheld
 
 __all__ = ["HostRows", "HostShare", "Reading", "StageLayout", "StagedStep"]
 
+#: How many forms of values are remembered while steps are laid out alike.
+_FORMS = 1024
+
 #: How many bytes of a host's rows one message tells of at most, unless a single value has more.
 _TOLD = 16 << 20
 
@@ -71,13 +74,14 @@ class _Pattern(NamedTuple):
     """A value that is a tensor, or a tuple of tensors: its skeleton, and the forms of the tensors."""
 
     skeleton: Any
-    forms: list[_Form]
+    forms: tuple[_Form, ...]
 
 
 class Reading(NamedTuple):
     """A value that the step has reached, and the hosts that want their rows of it.
 
     Attributes:
+        forms: of the tensors.
         passed: how many locations the model had passed before.
         by_request: as in `Reached`.
     """
@@ -85,6 +89,7 @@ class Reading(NamedTuple):
     location: str
     skeleton: Any
     tensors: list[_Staged]
+    forms: tuple[_Form, ...]
     passed: int
     by_request: bool
     hosts: Sequence[Any]
@@ -105,7 +110,7 @@ class StageLayout:
         #: The first row that any host has, and the one behind the last, by `by_request`.
         self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
         self._forms: dict[Any, _Form] = {}
-        self._fits: dict[tuple[Any, _Form], _Fit] = {}
+        self._fits: dict[tuple[Any, tuple[_Form, ...]], tuple[int, list[_Fit]]] = {}
         self._patterns: dict[Any, _Pattern] = {}
 
     def has_rows(self, tensor: torch.Tensor, *, by_request: bool) -> bool:
@@ -118,6 +123,9 @@ class StageLayout:
         key = tensor.shape, tensor.dtype, place
         form = self._forms.get(key)
         if form is None:
+            if len(self._forms) >= _FORMS:
+                # Such as values whose shape is another one in each step.
+                self._forms, self._fits, self._patterns = {}, {}, {}
             rows = (0, 0) if place is None else self._bounds[place[1]]
             form = self._forms[key] = _Form(tensor, place, rows)
         return form
@@ -131,15 +139,17 @@ class StageLayout:
         found = self._patterns.get(key)
         if found is None:
             skeleton = pack_value(value, lambda _: Shape("", (), 0), lambda _: None).skeleton
-            forms = [self.form(one, by_request=by_request) for one in tensors]
+            forms = tuple([self.form(one, by_request=by_request) for one in tensors])
             found = self._patterns[key] = _Pattern(skeleton, forms)
         return found
 
-    def fit(self, host: Any, form: _Form) -> _Fit:
-        """A host's rows in tensors of a form."""
-        found = self._fits.get((host, form))
+    def fits(self, host: Any, forms: tuple[_Form, ...]) -> tuple[int, list[_Fit]]:
+        """A host's rows in a value of tensors of these forms, and how many bytes they take together."""
+        found = self._fits.get((host, forms))
         if found is None:
-            found = self._fits[host, form] = self._fit(form, self._of_hosts[host])
+            rows = self._of_hosts[host]
+            fits = [self._fit(form, rows) for form in forms]
+            found = self._fits[host, forms] = sum([fit.size for fit in fits]), fits
         return found
 
     def _fit(self, form: _Form, rows: StepRows) -> _Fit:
@@ -195,7 +205,7 @@ class StagedStep:
         if pattern is not None:
             values = value if type(value) is tuple else (value,)
             tensors = [self._stage(one, form) for one, form in zip(values, pattern.forms, strict=True)]
-            self.readings.append(Reading(location, pattern.skeleton, tensors, passed, by_request, hosts))
+            self.readings.append(Reading(location, pattern.skeleton, tensors, pattern.forms, passed, by_request, hosts))
         else:
             self.readings.append(self._read(location, value, hosts, passed, by_request=by_request, rows_only=rows_only))
 
@@ -223,7 +233,8 @@ class StagedStep:
 
         given = apply(value, with_rows, torch.Tensor) if rows_only else value
         skeleton = pack_value(given, write, other).skeleton
-        return Reading(location, skeleton, tensors, passed, by_request, hosts)
+        forms = tuple([one.form for one in tensors])
+        return Reading(location, skeleton, tensors, forms, passed, by_request, hosts)
 
     def _stage(self, tensor: torch.Tensor, form: _Form) -> _Staged:
         size = form.size
@@ -251,9 +262,9 @@ class StagedStep:
         """What a host gets."""
         return HostShare(self, [reading for reading in self.readings if host in reading.hosts], host)
 
-    def fit(self, host: Any, form: _Form) -> _Fit:
-        """A host's rows in tensors of a form."""
-        return self._layout.fit(host, form)
+    def fits(self, host: Any, reading: Reading) -> tuple[int, list[_Fit]]:
+        """A host's rows in a value, and how many bytes they take together."""
+        return self._layout.fits(host, reading.forms)
 
     def join(self) -> None:
         """Another user needs it."""
@@ -293,11 +304,8 @@ class HostShare:
     def __init__(self, step: StagedStep, readings: list[Reading], host: Any) -> None:
         self._step, self._readings, self._host = step, readings, host
 
-    def _fit(self, form: _Form) -> _Fit:
-        return self._step.fit(self._host, form)
-
     def _size(self, reading: Reading) -> int:
-        return sum([self._fit(one.form).size for one in reading.tensors])
+        return self._step.fits(self._host, reading)[0]
 
     def parts(self) -> list[list[Reading]]:
         """The values of which it wants rows, in parts of which each has a message."""
@@ -333,8 +341,7 @@ class HostShare:
         pieces: list[_Piece] = []
         for reading in readings:
             shapes = []
-            for one in reading.tensors:
-                size, shape, index = self._fit(one.form)
+            for one, (size, shape, index) in zip(reading.tensors, self._step.fits(self._host, reading)[1], strict=True):
                 if not pieces or not pieces[-1].takes(one):
                     pieces.append(_Piece(one, start, size, index))
                 shapes.append(Shape(one.form.dtype, shape, start))

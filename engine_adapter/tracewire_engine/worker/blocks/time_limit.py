@@ -84,8 +84,9 @@ _second: SecondTimer | None = None
 _places: SecondTimer | None = None
 #: Whether one setting of the timer serves several turns, and whether this module handles the process's signals.
 _timer_shared = False
-#: Whether the next turn begins that, and only `timer_once` ends it.
+#: Whether the next turn begins that, and only `timer_once` ends it; and whether the timer has rung between two turns.
 _shares_next = False
+_rang_idle = False
 _guarding = False
 #: The handler of SIGTERM that was there before this module's; and whether a SIGTERM came during a block's turn.
 _terminate: Any = None
@@ -130,11 +131,15 @@ _began = 0.0
 #: The process's state before the turn, and before the turns of one location; `None` if it is not looked at.
 _before: tuple[Any, ...] | None = None
 _before_pass: tuple[Any, ...] | None = None
+#: Whether the turn that is running had that state looked at, so that its end compares it.
+_noted_by_turn = False
 #: Whether the trace function is set that raises the second exception of a pair.
 _pairing = False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _rang_idle
+    _rang_idle = _running is None
     if _shielded or _running is None:
         return
     left = _began + _running.left_s - time.monotonic()
@@ -310,30 +315,32 @@ def begin(budget: Budget) -> Budget | None:
     Returns:
         The budget of the turn that this one interrupts, if any; pass it to `end`.
     """
-    global _running, _began, _module_count
+    global _running, _began, _module_count, _noted_by_turn, _rang_idle
     outer = _running
     if _shares_next and outer is None and not _timer_shared:
-        start_shared_timer()
+        _share_timer()
     now = time.monotonic()
     if outer is not None:
         outer.left_s -= now - _began
     else:
         _module_count = len(sys.modules)
-        if not _timer_shared and not _building:
+        if _before is None and not _building:
             _note_state()
+            _noted_by_turn = True
     if budget.step != _step:
         budget.step, budget.left_s, budget.rings, budget.cut = _step, _limit_s, 0, False
     if _until is not None and (share := max(_until - now, _LEAST_SHARE_S)) < budget.left_s - _SLACK_S:
         budget.left_s, budget.cut = share, True
     _running, _began = budget, now
-    if _limit_s and (not _timer_shared or budget.left_s < _limit_s - _SLACK_S):
+    if _limit_s and (not _timer_shared or _rang_idle or budget.left_s < _limit_s - _SLACK_S):
+        _rang_idle = False
         _start(budget.left_s)
     return outer
 
 
 def end(outer: Budget | None) -> None:
     """End the current turn, and continue the turn that it interrupted, whose budget is `outer`."""
-    global _running, _began
+    global _running, _began, _noted_by_turn
     now = time.monotonic()
     if _running is not None:
         _running.left_s -= now - _began
@@ -348,7 +355,8 @@ def end(outer: Budget | None) -> None:
             _stop_pairing()
         if _before is not None and process_state.turn_state() != _before:
             process_state.put_back_turn(_before)
-        if not _timer_shared and _before is not None:
+        if _noted_by_turn:
+            _noted_by_turn = False
             _check_pass()
         if len(sys.modules) < _module_count and _modules:
             _put_modules_back()
@@ -383,21 +391,28 @@ def _end_process() -> None:
 
 def start_shared_timer() -> None:
     """Set the timer once for the turns that follow, until `stop_shared_timer`. Each still has a budget of its own."""
-    global _timer_shared
-    if _limit_s and _running is None and not _timer_shared:
+    if _limit_s and _running is None:
         _guard()
-        _start(_limit_s)
-        _timer_shared = True
+        if not _timer_shared:
+            _share_timer()
         _note_state()
 
 
-def stop_shared_timer() -> None:
-    """Stop the timer that `start_shared_timer` set, unless `timer_once` does so later."""
+def _share_timer() -> None:
     global _timer_shared
-    if _timer_shared and _running is None and not _shares_next:
-        _timer_shared = False
-        _stop()
+    if _limit_s:
+        _start(_limit_s)
+        _timer_shared = True
+
+
+def stop_shared_timer() -> None:
+    """Stop the timer that `start_shared_timer` set, unless `timer_once` does so later. Puts back what turns changed."""
+    global _timer_shared
+    if _timer_shared and _running is None:
         _check_pass()
+        if not _shares_next:
+            _timer_shared = False
+            _stop()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.hosted_model import HostedModel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
 from tracewire_engine.protocol.block_host import Reached
 from tracewire_engine.worker.block_host import hosted_blocks, staged_step
+from tracewire_engine.worker.block_host.host import LateTurn
 from tracewire_engine.worker.block_host.row_buffer import RowBuffer
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep, StageLayout
@@ -211,3 +213,69 @@ def test_turns_whose_rows_come_late_are_sent_in_order(monkeypatch: pytest.Monkey
         assert len(one.saves["hidden"]) == 5
     assert (found["reads"].saves["hidden"][4] != 0).any()
     model.close()
+
+
+CACHED = """
+cache = tracer.cache(modules=[model.model.layers[2]]).save()
+model.model.layers[0].output[0][:] = 0.5
+"""
+
+
+def test_the_model_does_not_wait_for_rows_as_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that has written, and whose cache goes on, wants rows that nobody waits for."""
+    waited: list[str] = []
+    phase = ["model"]
+    monkeypatch.setattr(StagedStep, "done", property(lambda step: step in arrived))
+    arrived: set[Any] = set()
+
+    def wait(step: StagedStep) -> None:
+        arrived.add(step)
+        if threading.current_thread() is threading.main_thread():
+            waited.append(phase[0])
+
+    monkeypatch.setattr(StagedStep, "wait", wait)
+    model = HostedModel()
+    begin = model._begin
+
+    def begun(*given: Any) -> Any:
+        phase[0] = "begin"
+        try:
+            return begin(*given)
+        finally:
+            phase[0] = "model"
+
+    monkeypatch.setattr(model, "_begin", begun)
+    try:
+        model.open("a", CACHED)
+        for number in range(8):
+            model.step({"a": 1 if number else 2}, number)
+        model.finish("a", 8)
+        model.wait("a")
+    finally:
+        model.close()
+    assert set(waited) <= {"model"}
+    assert len(model.outcomes["a"].saves["cache"]) == 1
+
+
+def test_hosts_that_the_model_waits_for_begin_a_step_before_that() -> None:
+    model = HostedModel()
+    turns: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        send = LateTurn.send
+
+        def sent(turn: LateTurn) -> None:
+            turns.append([type(event).__name__ for event in turn._turn.events])
+            send(turn)
+
+        patched.setattr(LateTurn, "send", sent)
+        try:
+            model.open("a", "for _ in tracer.iter[:]:\n    model.model.layers[1].output[0][:] *= 2.0")
+            for number in range(4):
+                model.step({"a": 1 if number else 2}, number)
+            model.finish("a", 4)
+            model.wait("a")
+        finally:
+            model.close()
+    # `Began` of later steps is not in the turn that the model waits for.
+    assert ["Reached"] in turns[2:]
+    assert not any({"Began", "Reached"} <= set(turn) for turn in turns[2:])

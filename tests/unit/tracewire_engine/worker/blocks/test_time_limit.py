@@ -624,3 +624,29 @@ def test_the_timer_is_set_once_for_several_turns(runner: Any) -> None:
     with watchdog.timer_once():
         pass
     assert not left()
+
+
+def test_a_block_is_interrupted_in_time_although_the_timer_rang_between_two_turns(runner: Any) -> None:
+    with watchdog.timer_once():
+        with watchdog.turn():
+            pass
+        # The timer rings, and no block is there to be interrupted. Its next ring is late.
+        watchdog._interrupt(signal.SIGALRM, None)
+        signal.setitimer(signal.ITIMER_REAL, 100.0)
+        with watchdog.turn():
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.3
+
+
+def test_what_blocks_change_is_put_back_at_each_location(runner: Any) -> None:
+    before = sys.getrecursionlimit()
+    with watchdog.timer_once():
+        for _ in range(2):
+            watchdog.start_shared_timer()
+            with watchdog.turn():
+                sys.setrecursionlimit(before + 100)
+            watchdog.stop_shared_timer()
+            assert sys.getrecursionlimit() == before
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        watchdog.start_shared_timer()
+        assert signal.getsignal(signal.SIGALRM) is watchdog._interrupt
+        watchdog.stop_shared_timer()
