@@ -134,6 +134,11 @@ class HostArray:
         self._dtype, self._shape, self._start, self._stop = dtype, shape, start, stop
         self._digest = b""
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return self._stop - self._start
+
     def raw(self) -> memoryview:
         """The array's elements as bytes. Waits for the copy."""
         return self._copy.bytes()[self._start : self._stop]

@@ -45,6 +45,9 @@ __all__ = ["Ending", "SaveTracker"]
 #: How many known items of one list are checked again in one step. Longer lists are checked in turns.
 WINDOW = 256
 
+#: About how many bytes of what was sent are compared at once with what is there, at the end.
+_COMPARED = 1 << 20
+
 
 #: How many items one list or dict may gain in one step. A block's loop that asks the model for nothing makes millions
 #: before the time limit ends it, and all other requests would wait for them.
@@ -777,7 +780,18 @@ def _is_as_sent(shadow: _Shadow, now: SaveSnapshot) -> bool:
             return False
         sent.append(was)
         held.append(known)
-    return elements(sent) == elements(held)
+    # A piece at a time: all at once would take new memory of twice their size.
+    return all(elements(sent[start:stop]) == elements(held[start:stop]) for start, stop in _pieces(held))
+
+
+def _pieces(arrays: list[HostArray]) -> Iterator[tuple[int, int]]:
+    """Arrays in pieces of about `_COMPARED` bytes: the first of each, and the one behind its last."""
+    start = size = 0
+    for place, array in enumerate(arrays, 1):
+        size += array.nbytes
+        if size >= _COMPARED or place == len(arrays):
+            yield start, place
+            start, size = place, 0
 
 
 def _corrected(leaf: _Leaf, path: _Path, now: SaveSnapshot, deltas: list[Delta], changed: list[LargeArray]) -> bytes:

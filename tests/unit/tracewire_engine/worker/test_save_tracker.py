@@ -487,3 +487,21 @@ def test_a_list_that_changed_on_its_way_out_comes_back_as_it_was_sent() -> None:
     folded, deltas = block.end(1)
     assert deltas == []
     assert equal(folded, block.held[0])
+
+
+@pytest.mark.parametrize("changed", [None, 0, 7, 19])
+def test_the_end_compares_what_was_sent_in_pieces(monkeypatch: pytest.MonkeyPatch, changed: int | None) -> None:
+    monkeypatch.setattr(saves_module, "_COMPARED", 64)
+    tracker, kept = SaveTracker(), []
+    for number in range(20):
+        kept.append(torch.full((number % 5 + 1, 4), float(number)))
+        host = HostCopy()
+        host.prime([kept[-1]])
+        tracker.step({"kept": kept}, host)
+    if changed is not None:
+        kept[changed][-1, -1] += 1
+    ending = tracker.ending({"kept": kept}, 0, 0)
+    ending.passed = True
+    deltas, (entry,), _ = ending.compare()
+    assert [delta.path for delta in deltas] == ([] if changed is None else [("kept", changed)])
+    assert bool(entry.digest) == (changed is not None)
