@@ -261,6 +261,7 @@ class Keyring:
         *,
         at: float | None = None,
         timely: bool = True,
+        look: bool = True,
     ) -> Key:
         """Verify a signature. Returns its key.
 
@@ -270,11 +271,12 @@ class Keyring:
             content: what it must be of; nobody has decoded it yet.
             at: when the content came, in seconds since the epoch; by default now.
             timely: whether a signature that had expired at that time is refused.
+            look: whether to look if the file has changed. The caller knows of a look after the content came, else.
 
         Raises:
             SignatureRefused: the key is unknown, revoked or not valid now, or the signature is wrong or had expired.
         """
-        key = self.get(envelope.key)
+        key = self.get(envelope.key) if look else self._keys.get(envelope.key)
         now = time.time()
         at = now if at is None else at
         if key is None:

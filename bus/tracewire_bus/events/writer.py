@@ -62,6 +62,7 @@ from .appends import (
 from .batches import Batch, StuckStreams
 from .deferred import DeferredCommands, MoveWarning
 from .restore import Restorer
+from .riders import Riders, execute_with
 
 __all__ = ["Writer"]
 
@@ -109,6 +110,8 @@ class Writer:
         self.patience_s = patience_s
         #: Signs finals, if it is set: one signature for those of one round trip.
         self.signer: Signer | None = None
+        #: Have commands that go with flushes, if it is set.
+        self.riders: Riders | None = None
         #: Size of all events that Redis has not acknowledged, in bytes.
         self.backlog = 0
         self._wanted = Signal()
@@ -355,7 +358,9 @@ class Writer:
                 if self.restorer.link.opened != self.restorer.restored:
                     # A new connection has some of the streams: `connect` first appends the events that it lacks.
                     continue
-                replies = await self.restorer.link.execute(*commands, stay=True, wait=False) if commands else []
+                # On a cluster they could be for a server that does not answer.
+                riders = None if self._several else self.riders
+                replies = await execute_with(riders, self.restorer.link, commands)
             except Exception as error:
                 if not is_transient(error):
                     raise as_bus_error(error) from error

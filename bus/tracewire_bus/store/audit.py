@@ -91,11 +91,12 @@ class AuditLog:
         Raises:
             BusError: Redis refuses, or does not answer.
         """
+        await self._bus.commands(*self.append_commands(entries, most), within_s=within_s)
+
+    def append_commands(self, entries: Sequence[AuditEntry], most: int) -> list[tuple[Any, ...]]:
+        """The commands that append these entries, one for each. The stream keeps about `most` entries."""
         key = self._bus.keys.audit
-        await self._bus.commands(
-            *(("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries),
-            within_s=within_s,
-        )
+        return [("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries]
 
     async def keep_code(self, hash: str, text: str) -> None:
         """Keep the source of a block under the hash of its code.

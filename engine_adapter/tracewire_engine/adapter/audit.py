@@ -1,5 +1,6 @@
 """Writes an engine's decisions to the audit trail. No trace waits for that.
 
+Entries go with the next round trip in which the engine's writer appends events. Without one they soon go by themselves.
 Entries wait in memory while Redis does not answer, up to a limit. Then the oldest is dropped, and counted in the log.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from typing import Any, Final
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, Final, Literal
 
 import anyio
 
@@ -28,7 +31,7 @@ _WAITING: Final = 20_000
 _AT_ONCE: Final = 64
 _REMEMBERED: Final = 1024
 _TEXT: Final = 500
-#: How long entries wait for others, to be written together, and then for a round trip that is made anyway, in seconds.
+#: How long entries wait for a round trip of the writer, and then for another one that is made anyway, in seconds.
 _GATHER_S: Final = 0.02
 _RIDE_S: Final = 0.01
 
@@ -45,37 +48,45 @@ class Audit:
         #: The hashes of code that the trail has from this engine, the latest last.
         self._known: OrderedDict[str, None] = OrderedDict()
         self._dropped = 0
+        #: Since when the oldest entry waits, by the monotonic clock, or for a round trip that carries it.
+        self._since = 0.0
+        #: The entries that a round trip carries now, and whether the last one that was the writer's has failed.
+        self._under_way: list[AuditEntry] = []
+        self._apart = False
         self._new = Signal()
         self._done = Signal()
 
-    def accepted(self, kind: str, name: str, key: Key | None, **fields: Any) -> None:
-        """Note that the engine does what was asked of it. `fields` are those of an `AuditEntry`."""
-        self._note(kind, name, "accepted", key, fields)
+    def accepted(self, kind: str, name: str, key: Key | None, *, by: str = "", code: Sequence[str] = ()) -> None:
+        """Note that the engine does what was asked of it. `by` and `code` are those of an `AuditEntry`."""
+        self._note(kind, name, "accepted", key, "", by, code)
 
-    def refused(self, kind: str, name: str, reason: str, key: Key | None = None, **fields: Any) -> None:
+    def refused(self, kind: str, name: str, reason: str, key: Key | None = None, *, by: str = "") -> None:
         """Note that the engine refuses what was asked of it, and why."""
-        self._note(kind, name, "refused", key, {**fields, "reason": reason[:_TEXT]})
+        self._note(kind, name, "refused", key, reason, by)
 
-    def _note(self, kind: str, name: str, decision: Any, key: Key | None, fields: dict[str, Any]) -> None:
+    def _note(
+        self,
+        kind: str,
+        name: str,
+        decision: Literal["accepted", "refused"],
+        key: Key | None,
+        reason: str,
+        by: str,
+        code: Sequence[str] = (),
+    ) -> None:
         if not self._most:
             return
-        if len(self._entries) >= _WAITING:
-            self._entries.popleft()
+        entries, info = self._entries, self._info
+        if len(entries) >= _WAITING:
+            entries.popleft()
             self._dropped += 1
-        fields["by"] = fields.get("by", "")[:_TEXT]
-        self._entries.append(
-            AuditEntry(
-                kind=kind,
-                name=name[:_TEXT],
-                decision=decision,
-                time=time.time(),
-                engine=self._info.engine,
-                model=self._info.model,
-                key="" if key is None else key.id,
-                tenant="" if key is None else key.tenant,
-                **fields,
-            )
-        )
+        id, tenant = ("", "") if key is None else (key.id, key.tenant)
+        texts = reason[:_TEXT], [*code], by[:_TEXT]
+        # By position: this is done for each submission.
+        entry = AuditEntry(kind, name[:_TEXT], decision, time.time(), info.engine, info.model, id, tenant, *texts)
+        if not entries:
+            self._since = time.monotonic()
+        entries.append(entry)
         self._new.notify()
 
     def keep(self, hash: str, block: Block) -> None:
@@ -97,31 +108,73 @@ class Audit:
         while self._entries or self._codes:
             await self._done.wait()
 
+    # --- as riders of the writer --------------------------------------------------------------------------------------
+
+    def board(self) -> Sequence[tuple[Any, ...]]:
+        """The commands that append the entries that wait, unless `run` appends them. `landed` follows if there are any.
+
+        Code stands in Redis before the entries that name it, so `run` writes both.
+        """
+        if not self._entries or self._under_way or self._apart or self._codes:
+            return ()
+        self._under_way = self._first()
+        return self._log.append_commands(self._under_way, self._most)
+
+    def landed(self, replies: Sequence[Any]) -> None:
+        """Take the replies. Entries that Redis refused, or may not have, are left to `run`."""
+        some, self._under_way = self._under_way, []
+        self._apart = not replies or any(isinstance(one, Exception) for one in replies)
+        if not self._apart:
+            self._written(some)
+        self._new.notify()
+
+    def _first(self) -> list[AuditEntry]:
+        return list(islice(self._entries, _AT_ONCE))
+
+    def _written(self, some: Sequence[AuditEntry]) -> None:
+        for entry in some:
+            # The oldest may have been dropped meanwhile.
+            if self._entries and self._entries[0] is entry:
+                self._entries.popleft()
+        self._since = time.monotonic()
+        if self._dropped:
+            logger.error("%d entries of the audit trail were dropped: Redis took them too slowly", self._dropped)
+            self._dropped = 0
+
+    # --- its task -----------------------------------------------------------------------------------------------------
+
     async def run(self) -> None:
-        """Write entries as they come. Never ends by itself."""
+        """Write entries as they come, if the writer does not take them along. Never ends by itself."""
         backoff = Backoff()
         while True:
-            while not self._entries and not self._codes:
-                self._done.notify()
-                await self._new.wait()
-            if len(self._entries) < _AT_ONCE:
-                await anyio.sleep(_GATHER_S)
+            await self._due()
             try:
                 while self._codes:
                     await self._log.keep_code(*self._codes[0])
                     self._codes.popleft()
-                some = [self._entries[index] for index in range(min(_AT_ONCE, len(self._entries)))]
-                await self._log.append(some, self._most, _RIDE_S)
-                for entry in some:
-                    # The oldest may have been dropped meanwhile.
-                    if self._entries and self._entries[0] is entry:
-                        self._entries.popleft()
-                if self._dropped:
-                    logger.error(
-                        "%d entries of the audit trail were dropped: Redis took them too slowly", self._dropped
-                    )
-                    self._dropped = 0
+                if self._under_way or not self._entries:
+                    continue
+                self._under_way = some = self._first()
+                try:
+                    await self._log.append(some, self._most, _RIDE_S)
+                finally:
+                    self._under_way = []
+                self._written(some)
+                self._apart = False
                 backoff.reset()
             except BusError as error:
                 logger.log(backoff.level, "the audit trail waits for Redis: %s", error)
                 await anyio.sleep(backoff.next())
+
+    async def _due(self) -> None:
+        """Wait until there is code, or entries that the writer has not taken along for a while."""
+        while True:
+            if not self._entries and not self._codes:
+                self._done.notify()
+            elif not self._under_way:
+                left_s = _GATHER_S - (time.monotonic() - self._since)
+                if self._codes or self._apart or left_s <= 0 or len(self._entries) >= _AT_ONCE:
+                    return
+                await anyio.sleep(left_s)
+                continue
+            await self._new.wait()

@@ -17,6 +17,7 @@ from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import check_size
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.proofs import cancel_content, drain_content, pause_content, removal_content
+from tracewire_bus.transport.loops import running_loop
 from tracewire_bus.wire.signing import Envelope, Kind, decode_envelope, unwrap
 
 from .engine_api import Rejection
@@ -64,6 +65,8 @@ class Gate:
         self._unsigned = identity.unsigned
         self._reason = identity.reason
         self._prefix, self._model, self._engine = prefix, model, engine
+        #: Whether the keyring's file was looked at in this turn of the event loop.
+        self._looked = False
         if self._keyring is not None:
             self._keyring.on_error = _unreadable
 
@@ -93,7 +96,7 @@ class Gate:
         check_size(len(data), self._limits)
         try:
             if len(data) <= _SHORT:
-                admitted = self._content("submit", trace, data, queued_at)
+                admitted = self._content("submit", trace, data, queued_at, look=self._is_due())
             else:
                 admitted = await anyio.to_thread.run_sync(self._content, "submit", trace, data, queued_at)
             if admitted.key is not None:
@@ -132,7 +135,21 @@ class Gate:
             key.demand("edit")
         return key
 
-    def _content(self, kind: Kind, name: str, data: bytes, at: float) -> Admitted:
+    def _is_due(self) -> bool:
+        """Whether to look at the keyring's file for a submission: once in a turn of the event loop.
+
+        What comes later is verified in a later turn. So a key that was revoked before a submission came is not accepted.
+        """
+        if self._looked or self._keyring is None:
+            return False
+        self._looked = True
+        running_loop().call_soon(self._turn)
+        return True
+
+    def _turn(self) -> None:
+        self._looked = False
+
+    def _content(self, kind: Kind, name: str, data: bytes, at: float, *, look: bool = True) -> Admitted:
         try:
             envelope, content = unwrap(data)
         except ValueError as error:
@@ -140,7 +157,7 @@ class Gate:
         if envelope is None or self._keyring is None:
             self._demand_unsigned()
             return Admitted(content)
-        key = self._keyring.verify(envelope, kind, self._prefix, self._model, name, content, at=at)
+        key = self._keyring.verify(envelope, kind, self._prefix, self._model, name, content, at=at, look=look)
         return Admitted(content, key, envelope)
 
     def _demand_unsigned(self) -> None:

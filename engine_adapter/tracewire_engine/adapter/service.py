@@ -98,7 +98,7 @@ class Adapter:
         notify, choices = self._lifecycle.notify, settings.limits.choices
         self.plain = PlainRequests(bus, self._standing, self._reports, self._pending, info.engine, notify, choices)
         self._writer = bus.writer(memory_patience_s=settings.memory_patience_s)
-        self._writer.signer = settings.identity.signer
+        self._writer.signer, self._writer.riders = settings.identity.signer, self._audit
         self._claims = Claims(bus, info)
         self._writer.restorer.claims = self._claims.commands
         self._writer.restorer.claimed = self._claims.acknowledged
