@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-import anyio.lowlevel
 import msgspec
 
 from tracewire_bus.domain.identity import Signer, signed, verify_final
@@ -21,15 +20,6 @@ _encoder = msgspec.msgpack.Encoder()
 #: once before, and of one that has not.
 _EMPTY_TURNS: Final = 16
 _EMPTY_TURNS_ALONE: Final = 2
-
-
-async def _gather(texts: list[bytes], most_empty: int) -> None:
-    """Let the event loop turn for as long as that brings texts."""
-    seen, empty = len(texts), 0
-    while empty < most_empty and len(texts) < MOST_AT_ONCE:
-        await anyio.lowlevel.checkpoint()
-        empty = empty + 1 if len(texts) == seen else 0
-        seen = len(texts)
 
 
 def change_content(author: bytes, values: bytes) -> bytes:
@@ -58,13 +48,41 @@ def drain_content(by: str, within_s: float | None) -> bytes:
 
 
 class _Round:
-    """Texts that are signed at once. All but the first have somebody who waits for the signature and its digests."""
+    """Texts that are signed at once, each with a future that gets the signature and its digests.
 
-    __slots__ = ("texts", "waiting")
+    Args:
+        sign: is called once with the round, when the event loop has turned for as long as that brings texts.
+        most_empty: so many turns that bring none end the round.
+    """
 
-    def __init__(self, first: bytes) -> None:
-        self.texts = [first]
+    __slots__ = ("_empty", "_loop", "_most_empty", "_seen", "_sign", "texts", "waiting")
+
+    def __init__(self, sign: Callable[[_Round], None], most_empty: int) -> None:
+        self.texts: list[bytes] = []
         self.waiting: list[Future[tuple[bytes, bytes]]] = []
+        self._sign = sign
+        self._most_empty = most_empty
+        #: How many texts there were in the turn before; one makes the round. How many turns since have brought none.
+        self._seen, self._empty = 1, 0
+        self._loop = running_loop()
+        # A callback costs a turn less than a task does.
+        self._loop.call_soon(self._turn)
+
+    def add(self, text: bytes) -> Future[tuple[bytes, bytes]]:
+        """Have a text signed with the others."""
+        self.texts.append(text)
+        own: Future[tuple[bytes, bytes]] = self._loop.create_future()
+        self.waiting.append(own)
+        return own
+
+    def _turn(self) -> None:
+        count = len(self.texts)
+        self._empty = self._empty + 1 if count == self._seen else 0
+        self._seen = count
+        if self._empty < self._most_empty and count < MOST_AT_ONCE:
+            self._loop.call_soon(self._turn)
+        else:
+            self._sign(self)
 
 
 class Proofs:
@@ -101,25 +119,26 @@ class Proofs:
             return data
         bare, text = self.signer.unsigned("submit", self._prefix, model, trace, data)
         mine = self._round
-        if mine is not None and len(mine.texts) < MOST_AT_ONCE:
-            mine.texts.append(text)
-            own: Future[tuple[bytes, bytes]] = running_loop().create_future()
-            mine.waiting.append(own)
-            signature, digests = await own
-        else:
-            mine = self._round = _Round(text)
-            try:
-                await _gather(mine.texts, _EMPTY_TURNS if self._several else _EMPTY_TURNS_ALONE)
-            finally:
-                # Also if this call is cancelled: others wait for the signature.
-                if self._round is mine:
-                    self._round = None
-                self._several = len(mine.texts) > 1
-                signature, digests = found = self.signer.sign(mine.texts)
-                for one in mine.waiting:
-                    if not one.done():
-                        one.set_result(found)
+        if mine is None or len(mine.texts) >= MOST_AT_ONCE:
+            mine = self._round = _Round(self._sign, _EMPTY_TURNS if self._several else _EMPTY_TURNS_ALONE)
+        try:
+            signature, digests = await mine.add(text)
+        finally:
+            # Nobody waits for a round whose callers were all cancelled. An event loop that ends may not turn again.
+            if self._round is mine and all(one.done() for one in mine.waiting):
+                self._round = None
         return wrap(signed(bare, signature, digests), data)
+
+    def _sign(self, done: _Round) -> None:
+        if self._round is done:
+            self._round = None
+        self._several = len(done.texts) > 1
+        # Callers that were cancelled do not wait.
+        waiting = [own for own in done.waiting if not own.done()]
+        if waiting and self.signer is not None:
+            found = self.signer.sign(done.texts)
+            for own in waiting:
+                own.set_result(found)
 
     def finals(self, finals: Sequence[tuple[str, bytes]]) -> list[bytes]:
         """The encoded finals of these traces with their signatures."""

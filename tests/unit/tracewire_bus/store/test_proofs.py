@@ -155,6 +155,22 @@ async def test_who_is_cancelled_keeps_nobody_from_a_signature(tmp_path: Path, ca
         assert keys.ring.verify(envelope, "submit", "tw", "m", trace, content).id == "alice"
 
 
+async def test_a_round_whose_callers_were_all_cancelled_takes_no_more(tmp_path: Path) -> None:
+    keys = Identities(tmp_path)
+    proofs = Proofs(keys.signer("alice"), prefix="tw")
+    async with anyio.create_task_group() as group:
+        for trace in ("t", "u"):
+            group.start_soon(proofs.submission, "m", trace, b"x")
+        while proofs._round is None or len(proofs._round.waiting) < 2:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    assert proofs._round is None
+    envelope, content = unwrap(await proofs.submission("m", "v", b"x"))
+    assert envelope is not None
+    assert not envelope.digests
+    assert keys.ring.verify(envelope, "submit", "tw", "m", "v", content).id == "alice"
+
+
 async def test_without_a_key_a_submission_stays_as_it_is() -> None:
     assert await Proofs().submission("m", "t", b"x") == b"x"
     assert Proofs().finals([("t", b"x")]) == [b"x"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import pytest
 
 import tracewire
@@ -72,3 +73,51 @@ async def test_an_engine_without_a_trail_keeps_nothing(bus: Bus) -> None:
     audit.refused("submit", "t", "so")
     audit.keep("ab", Block(name="b", source=""))
     await audit.flushed()
+
+
+async def test_entries_go_with_the_next_events(bus: Bus) -> None:
+    # Its own task does not run: only the writer writes.
+    audit = Audit(bus, engine_info(), 10)
+    audit.accepted("submit", "t", None, by="me", code=["ab"])
+    audit.refused("submit", "u", "so", by="me")
+    async with bus.writer() as writer:
+        writer.riders = audit
+        await writer.append("t", 1, 0, b"a")
+        await audit.flushed()
+        found = [(one.name, one.decision, one.reason, one.by, one.code) async for one in AuditLog(bus).read()]
+        assert found == [("t", "accepted", "", "me", ["ab"]), ("u", "refused", "so", "me", [])]
+
+
+async def test_entries_that_redis_refuses_with_the_events_are_left_to_the_task(bus: Bus) -> None:
+    audit = Audit(bus, engine_info(), 10)
+    audit.accepted("submit", "t", None)
+    assert len(audit.board()) == 1
+    # One round trip at a time carries them.
+    assert not audit.board()
+    audit.landed([ValueError("no")])
+    assert not audit.board()
+    async with anyio.create_task_group() as group:
+        group.start_soon(audit.run)
+        with anyio.fail_after(20):
+            await audit.flushed()
+        group.cancel_scope.cancel()
+    assert [one.name async for one in AuditLog(bus).read()] == ["t"]
+    audit.accepted("submit", "u", None)
+    assert len(audit.board()) == 1
+    # The connection failed.
+    audit.landed([])
+    assert len(audit._entries) == 1
+
+
+async def test_entries_that_name_code_do_not_overtake_it(bus: Bus) -> None:
+    audit = Audit(bus, engine_info(), 10)
+    audit.keep("ab", Block(name="b", source="pass"))
+    audit.accepted("submit", "t", None, code=["ab"])
+    assert not audit.board()
+    async with anyio.create_task_group() as group:
+        group.start_soon(audit.run)
+        with anyio.fail_after(20):
+            await audit.flushed()
+        group.cancel_scope.cancel()
+    assert await AuditLog(bus).code("ab")
+    assert [one.name async for one in AuditLog(bus).read()] == ["t"]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 
 from tests.support.identities import Identities
@@ -60,6 +61,36 @@ async def test_any_other_submission_is_refused(made: Any, says: str, keys: Ident
     with pytest.raises(Rejection, match=says) as refused:
         await gate(keys).submission("t", made(keys), time.time())
     assert (refused.value.failure.field, refused.value.failure.type) == ("signature", "SignatureRefused")
+
+
+async def test_submissions_of_one_turn_of_the_event_loop_share_a_look_at_the_keyring(
+    keys: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = Keyring._look
+
+    def counted(ring: Keyring) -> None:
+        nonlocal looks
+        looks += 1
+        look(ring)
+
+    strict = gate(keys)
+    data = proofs(keys, "alice").content("submit", "m", "t", b"x")
+    monkeypatch.setattr(Keyring, "_look", counted)
+    for _ in range(3):
+        assert (await strict.submission("t", data, time.time())).key is not None
+    assert looks == 1
+    await anyio.lowlevel.checkpoint()
+    # What comes in a later turn is verified by the file as it is then.
+    ring = Keyring(keys.ring.path)
+    ring.write([one for one in ring.listed() if one.id != "alice"])
+    with pytest.raises(Rejection, match="no key 'alice'"):
+        await strict.submission("t", data, time.time())
+    # An order is always verified by the file as it is.
+    before = looks
+    with pytest.raises(SignatureRefused):
+        strict.order(order(keys, "cancel", "alice"), None)
+    assert looks == before + 1
 
 
 async def test_a_submission_that_is_too_large_is_not_looked_at(keys: Identities) -> None:
