@@ -138,7 +138,7 @@ class Gate:
     def _is_due(self) -> bool:
         """Whether to look at the keyring's file for a submission: once in a turn of the event loop.
 
-        What comes later is verified in a later turn. So a key that was revoked before a submission came is not accepted.
+        What comes later is verified in a later turn, so a key that was revoked before a submission came is refused.
         """
         if self._looked or self._keyring is None:
             return False
