@@ -218,6 +218,8 @@ class Keyring:
         self._name = os.fspath(path)
         self._seen: tuple[int, int, int] | None = None
         self._keys: dict[str, Key] = {}
+        #: Whether `get` takes the keys as they were when the file was looked at last.
+        self.held = False
         #: Is called with the error if a changed file cannot be read. The keys before stay.
         self.on_error: Callable[[KeyFileError], None] = lambda error: None
 
@@ -244,7 +246,8 @@ class Keyring:
     def get(self, id: str) -> Key | None:
         """The key of this id as the file has it now; None if there is none. A file that cannot be read has no keys."""
         try:
-            self._look()
+            if not self.held:
+                self._look()
         except (KeyFileError, OSError) as error:
             self.on_error(error if isinstance(error, KeyFileError) else KeyFileError(str(error)))
             self._keys, self._seen = {}, None
@@ -261,7 +264,6 @@ class Keyring:
         *,
         at: float | None = None,
         timely: bool = True,
-        look: bool = True,
     ) -> Key:
         """Verify a signature. Returns its key.
 
@@ -271,12 +273,11 @@ class Keyring:
             content: what it must be of; nobody has decoded it yet.
             at: when the content came, in seconds since the epoch; by default now.
             timely: whether a signature that had expired at that time is refused.
-            look: whether to look if the file has changed. The caller knows of a look after the content came, else.
 
         Raises:
             SignatureRefused: the key is unknown, revoked or not valid now, or the signature is wrong or had expired.
         """
-        key = self.get(envelope.key) if look else self._keys.get(envelope.key)
+        key = self.get(envelope.key)
         now = time.time()
         at = now if at is None else at
         if key is None:

@@ -96,7 +96,7 @@ class Gate:
         check_size(len(data), self._limits)
         try:
             if len(data) <= _SHORT:
-                admitted = self._content("submit", trace, data, queued_at, look=self._is_due())
+                admitted = self._content("submit", trace, data, queued_at, shared=True)
             else:
                 admitted = await anyio.to_thread.run_sync(self._content, "submit", trace, data, queued_at)
             if admitted.key is not None:
@@ -140,7 +140,7 @@ class Gate:
 
         What comes later is verified in a later turn, so a key that was revoked before a submission came is refused.
         """
-        if self._looked or self._keyring is None:
+        if self._looked:
             return False
         self._looked = True
         running_loop().call_soon(self._turn)
@@ -149,7 +149,7 @@ class Gate:
     def _turn(self) -> None:
         self._looked = False
 
-    def _content(self, kind: Kind, name: str, data: bytes, at: float, *, look: bool = True) -> Admitted:
+    def _content(self, kind: Kind, name: str, data: bytes, at: float, *, shared: bool = False) -> Admitted:
         try:
             envelope, content = unwrap(data)
         except ValueError as error:
@@ -157,7 +157,12 @@ class Gate:
         if envelope is None or self._keyring is None:
             self._demand_unsigned()
             return Admitted(content)
-        key = self._keyring.verify(envelope, kind, self._prefix, self._model, name, content, at=at, look=look)
+        # Asked only now: what is refused above has looked at no file.
+        self._keyring.held = shared and not self._is_due()
+        try:
+            key = self._keyring.verify(envelope, kind, self._prefix, self._model, name, content, at=at)
+        finally:
+            self._keyring.held = False
         return Admitted(content, key, envelope)
 
     def _demand_unsigned(self) -> None:

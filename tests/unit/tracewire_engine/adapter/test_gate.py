@@ -84,6 +84,10 @@ async def test_submissions_of_one_turn_of_the_event_loop_share_a_look_at_the_key
     # What comes in a later turn is verified by the file as it is then.
     ring = Keyring(keys.ring.path)
     ring.write([one for one in ring.listed() if one.id != "alice"])
+    for other in (b"unsigned", b"\xc1\xff\xff"):
+        # What is refused without a look does not count as one.
+        with pytest.raises(Rejection):
+            await strict.submission("t", other, time.time())
     with pytest.raises(Rejection, match="no key 'alice'"):
         await strict.submission("t", data, time.time())
     # An order is always verified by the file as it is.
