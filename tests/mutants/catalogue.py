@@ -1081,7 +1081,7 @@ MUTANTS = (
     _of(
         f"{_BUS}/bulk/reader.py",
         "bulk-is-not-verified",
-        "        if bulk_digest(data) != where.digest:\n",
+        "        if found != where.digest:\n",
         "        if False:\n",
         "tests/unit/tracewire_bus/bulk/test_reader.py::test_what_differs_is_refused",
     ),

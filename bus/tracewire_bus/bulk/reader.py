@@ -23,6 +23,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long the reader caches Redis's entry of a store, in seconds.
 _AGE_S: Final = 5.0
+#: Ranges of at least this many bytes are read on another thread.
+_LARGE_BYTES: Final = 512 * 1024
 
 
 class BulkMissing(BusError, LookupError):
@@ -52,15 +54,20 @@ class BulkReader:
             BusUnavailable: Redis does not answer.
         """
         place = await self._place(where.store)
-        data = _read_here(place, where)
+        if where.nbytes < _LARGE_BYTES:
+            data, found = _read_and_digest(place, where)
+        else:
+            # Reading and the digest take milliseconds, in which other traces go on.
+            data, found = await anyio.to_thread.run_sync(_read_and_digest, place, where)
         if data is None:
             data = await self._read_elsewhere(place, where)
+            found = b"" if data is None else bulk_digest(data)
         if data is None:
             raise BulkMissing(
                 f"bulk store {where.store} has no such bytes in {place.path} on this host. They are gone with the "
                 "trace or the engine's host, or this is another host or user: engines serve those with --bulk-listen"
             )
-        if bulk_digest(data) != where.digest:
+        if found != where.digest:
             raise BulkMissing(f"their bytes in bulk store {where.store} do not match the digest in the event")
         return data
 
@@ -121,6 +128,12 @@ class BulkReader:
         """Close all connections."""
         if self._remote is not None:
             await self._remote.aclose()
+
+
+def _read_and_digest(place: StorePlace, where: BulkRange) -> tuple[bytes | None, bytes]:
+    """The bytes of a range, if they are in the store's folder on this host, and their digest."""
+    data = _read_here(place, where)
+    return data, b"" if data is None else bulk_digest(data)
 
 
 def _read_here(place: StorePlace, where: BulkRange) -> bytes | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
 
-from tracewire_bus.bulk import reader
+from tests.support.stepping import PATIENCE
+from tracewire_bus.bulk import reader, segments
 from tracewire_bus.bulk.reader import BulkMissing
-from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder
+from tracewire_bus.bulk.segments import Limit, Segment, SegmentFolder, read_range
 from tracewire_bus.bulk.stores import StorePlace
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest
@@ -37,6 +40,29 @@ async def test_a_range_is_read(bus: Bus, tmp_path: Path, segment: Segment) -> No
     await bus.bulk.stores.register(segment.store, StorePlace(str(tmp_path / segment.store)))
     assert await bus.bulk.read(where) == DATA
     assert await bus.bulk.read(where) == DATA
+
+
+async def test_other_tasks_go_on_while_a_large_range_is_read(
+    bus: Bus, tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = written(segment)
+    await bus.bulk.stores.register(segment.store, StorePlace(str(tmp_path / segment.store)))
+    monkeypatch.setattr(reader, "_LARGE_BYTES", len(DATA))
+    others = threading.Event()
+
+    def held(*args: Any) -> bytes | None:
+        assert others.wait(PATIENCE)
+        return read_range(*args)
+
+    monkeypatch.setattr(segments, "read_range", held)
+    async with anyio.create_task_group() as group:
+
+        async def read() -> None:
+            assert await bus.bulk.read(where) == DATA
+
+        group.start_soon(read)
+        await anyio.lowlevel.checkpoint()
+        others.set()
 
 
 async def test_an_unknown_store_is_gone(bus: Bus, segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
