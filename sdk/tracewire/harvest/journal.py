@@ -18,6 +18,7 @@ import msgspec
 
 from tracewire.errors import HarvestConflict, HarvestMissing, ShardDamaged
 
+from .pieces import Piece, raw
 from .stores import Store
 
 __all__ = ["Entry", "Failed", "File", "Journal", "checked_file", "digest"]
@@ -29,11 +30,11 @@ _NUMBERED = re.compile(r"(?:journal|shards)/\.?(\d{6,})\b.*")
 FORMAT = 1
 
 
-def digest(*pieces: bytes | memoryview) -> str:
+def digest(*pieces: Piece) -> str:
     """A digest of 16 bytes, in hexadecimal, of all pieces together."""
     state = blake2b(digest_size=16)
     for piece in pieces:
-        state.update(piece)
+        state.update(raw(piece))
     return state.hexdigest()
 
 

@@ -195,6 +195,7 @@ class PromptRows:
 
 
 _NOWHERE = Location("", None, "")
+_KEEP_ALL = Filters()
 
 
 async def prompt_rows(
@@ -257,8 +258,10 @@ def _declared(reading: Reading, value: Any, rows: PromptRows, filters: Filters) 
         return [Series(reading.name, reading.name, one, filters.parts(parts), positions, items)]
     series = []
     for index, location in enumerate(reading.locations):
-        # A view would keep the other locations' rows in memory.
-        own = {part: array[:, index].copy() for part, array in parts.items()}
+        own = {part: array[:, index] for part, array in parts.items()}
+        if filters != _KEEP_ALL:
+            # A view would keep in memory what the filters leave out.
+            own = {part: array.copy() for part, array in own.items()}
         tensor = f"{reading.name}.{location.label}"
         series.append(Series(tensor, reading.name, location, filters.parts(own), positions, items))
     return series

@@ -12,6 +12,7 @@ from tracewire_bus.wire.arrays import extra_dtypes
 
 from .journal import Entry, Failed, File, Tensor, digest
 from .libraries import library
+from .pieces import Piece, size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Files", "Shard", "decoded_tensors", "described_files", "part_name", "values_of_table"]
 
-Files: TypeAlias = "dict[str, list[bytes | memoryview]]"
+Files: TypeAlias = "dict[str, list[Piece]]"
 """Files by name, each as pieces of bytes, one after the other."""
 
 #: The names of dtypes in safetensors' headers, by NumPy's names.
@@ -216,7 +217,7 @@ def _masked(pa: Any, values: Array, kind: Any) -> Any:
 
 def described_files(files: Files) -> list[File]:
     """The files, as an entry of the journal lists them."""
-    return [File(file, sum(map(len, pieces)), digest(*pieces)) for file, pieces in files.items()]
+    return [File(file, sum(map(size, pieces)), digest(*pieces)) for file, pieces in files.items()]
 
 
 def _arrays(tensors: dict[str, list[tuple[int, Series]]]) -> dict[str, list[Array]]:
@@ -228,7 +229,7 @@ def _arrays(tensors: dict[str, list[tuple[int, Series]]]) -> dict[str, list[Arra
     }
 
 
-def _safetensors(entry: Entry, arrays: dict[str, list[Array]]) -> list[bytes | memoryview]:
+def _safetensors(entry: Entry, arrays: dict[str, list[Array]]) -> list[Piece]:
     """A safetensors file. The values are not copied, since copying them takes as long as writing them.
 
     The form: the size of the header, the header in JSON, and the tensors' bytes, those with the largest elements first.
@@ -240,12 +241,12 @@ def _safetensors(entry: Entry, arrays: dict[str, list[Array]]) -> list[bytes | m
         whole = {name: _concatenated(parts) for name, parts in arrays.items()}
         return [library("safetensors.numpy").save(whole, metadata=metadata)]
     header: dict[str, Any] = {"__metadata__": metadata}
-    pieces: list[bytes | memoryview] = []
+    pieces: list[Piece] = []
     offset = 0
     for name in sorted(arrays, key=lambda name: (-arrays[name][0].dtype.itemsize, name)):
         began = offset
         for array in arrays[name]:
-            pieces.append(_raw(array))
+            pieces.append(array)
             offset += array.nbytes
         one = entry.tensors[name]
         header[name] = {"dtype": _NAMES[one.dtype], "shape": one.shape, "data_offsets": [began, offset]}
@@ -258,15 +259,6 @@ def _concatenated(parts: list[Array]) -> Array:
     import numpy as np
 
     return np.concatenate(parts)
-
-
-def _raw(array: Array) -> memoryview:
-    """An array's bytes, little-endian."""
-    import numpy as np
-
-    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    # NumPy lends out no buffer of bfloat16.
-    return np.ascontiguousarray(native).reshape(-1).view(np.uint8).data
 
 
 def decoded_tensors(data: bytes) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from typing import Any
 from tracewire.errors import StoreFull, StoreRefused, StoreUnavailable, TracewireError
 
 from .libraries import library
+from .pieces import Piece, raw
 
 __all__ = ["TEMPORARY", "Store"]
 
@@ -59,13 +60,13 @@ class Store:
         """A file's path in fsspec's file system: the harvest's folder, then the name."""
         return f"{self._root}/{name}"
 
-    def put(self, name: str, *pieces: bytes | memoryview) -> None:
+    def put(self, name: str, *pieces: Piece) -> None:
         """Write a file of these pieces. It replaces a file of the same name."""
         with self._errors(name):
             if self._local:
                 self._put_locally(name, *pieces, replace=True)
             else:
-                self._put_remotely(name, b"".join(pieces), mode="overwrite")
+                self._put_remotely(name, b"".join(map(raw, pieces)), mode="overwrite")
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file, if the store has none of this name.
@@ -136,7 +137,7 @@ class Store:
             # This kind of store has no modes.
             self._files.pipe_file(path, data)
 
-    def _put_locally(self, name: str, *pieces: bytes | memoryview, replace: bool) -> None:
+    def _put_locally(self, name: str, *pieces: Piece, replace: bool) -> None:
         target = Path(self.path(name))
         # The first file makes the folder. If the folder is gone later, it is not made again, since its files are gone,
         # too.
@@ -144,7 +145,7 @@ class Store:
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         try:
             with written.open("xb") as file:
-                file.writelines(pieces)
+                file.writelines(map(raw, pieces))
                 file.flush()
                 os.fsync(file.fileno())
             if replace:

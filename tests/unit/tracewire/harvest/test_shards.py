@@ -14,6 +14,7 @@ import safetensors.numpy
 import tracewire
 from tests.support.harvests import failed, rows
 from tracewire.harvest.journal import digest
+from tracewire.harvest.pieces import raw
 from tracewire.harvest.shards import Shard, Signatures, decoded_tensors, values_of_table
 
 DTYPES = ["float32", "float16", "float64", ml_dtypes.bfloat16, "int32", "uint8", "bool"]
@@ -40,7 +41,7 @@ def test_tensors_have_the_rows_of_all_prompts(dtype: Any, values: str) -> None:
     assert [file.bytes for file in entry.files] == [len(b"".join(pieces)) for pieces in files.values()]
     index = pyarrow.parquet.read_table(io.BytesIO(b"".join(files["shards/000000-ab.index.parquet"])))
     if values == "safetensors":
-        tensors = decoded_tensors(b"".join(files["shards/000000-ab.safetensors"]))
+        tensors = decoded_tensors(b"".join(map(raw, files["shards/000000-ab.safetensors"])))
     else:
         tensors = values_of_table(index, entry)
     np.testing.assert_array_equal(tensors["hs"], np.concatenate([one, two]))
@@ -70,7 +71,7 @@ def test_parts_of_a_tensor_stand_side_by_side(values: str) -> None:
     entry, files = shard(rows(0, ("hs", array(3)), values=top, indices=indices)).files("000000-ab", values)
     table = pyarrow.parquet.read_table(io.BytesIO(b"".join(files["shards/000000-ab.index.parquet"])))
     if values == "safetensors":
-        tensors = decoded_tensors(b"".join(files["shards/000000-ab.safetensors"]))
+        tensors = decoded_tensors(b"".join(map(raw, files["shards/000000-ab.safetensors"])))
     else:
         tensors = values_of_table(table, entry)
     np.testing.assert_array_equal(tensors["parts.indices"], indices)
@@ -82,7 +83,7 @@ def test_parts_of_a_tensor_stand_side_by_side(values: str) -> None:
 
 def test_the_field_s_own_reader_takes_the_files() -> None:
     _, files = shard(rows(0, ("hs", array(3)))).files("000000-ab", "safetensors")
-    loaded = safetensors.numpy.load(b"".join(files["shards/000000-ab.safetensors"]))
+    loaded = safetensors.numpy.load(b"".join(map(raw, files["shards/000000-ab.safetensors"])))
     np.testing.assert_array_equal(loaded["hs"], array(3))
 
 
@@ -93,7 +94,7 @@ def test_a_file_is_as_the_field_s_own_writer_makes_it() -> None:
     own["t1"][1] = np.asfortranarray(own["t1"][1]).astype(">f8")
     made = shard(*[rows(key, *[(name, parts[key]) for name, parts in own.items()]) for key in range(3)])
     entry, files = made.files("000000-ab", "safetensors")
-    data = b"".join(files["shards/000000-ab.safetensors"])
+    data = b"".join(map(raw, files["shards/000000-ab.safetensors"]))
     loaded = decoded_tensors(data)
     whole = {name: np.concatenate(parts) for name, parts in own.items()}
     assert loaded.keys() == whole.keys()
@@ -103,7 +104,7 @@ def test_a_file_is_as_the_field_s_own_writer_makes_it() -> None:
     assert header % 8 == 0
     theirs = safetensors.numpy.save({name: tensor.astype(loaded[name].dtype) for name, tensor in whole.items()})
     assert data[header:] == theirs[8 + int.from_bytes(theirs[:8], "little") :]
-    assert [file.digest for file in entry.files] == [digest(b"".join(pieces)) for pieces in files.values()]
+    assert [file.digest for file in entry.files] == [digest(b"".join(map(raw, pieces))) for pieces in files.values()]
 
 
 def test_other_dtypes_are_left_to_the_field_s_own_writer() -> None:
