@@ -110,6 +110,10 @@ class TraceBulk:
             return None
         return encode_bulk_range(BulkRange(segment.store, segment.name, start, len(data), bulk_digest(data)))
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the store has room for this many bytes at present."""
+        return self._writer.left >= nbytes
+
     def close(self) -> None:
         """Take no more: the attempt has ended."""
         if self._segment is not None:
@@ -152,6 +156,11 @@ class BulkWriter:
             self._ended |= dict.fromkeys(store.traces, 0.0)
         if len(self._stores) > 1:
             logger.info("took over %d bulk stores of engines that have died", len(self._stores) - 1)
+
+    @property
+    def left(self) -> int:
+        """How many more bytes the stores may hold."""
+        return self._limit.left
 
     def of_trace(self, trace: str) -> TraceBulk:
         """The place for the large saves of one attempt of a trace. The caller closes it."""

@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -26,7 +26,7 @@ from tracewire_bus.wire.packing import wire
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
 
-__all__ = ["NO_READS", "ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
+__all__ = ["BULK_STEP_BYTES", "NO_READS", "ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
 
 _encoder = msgspec.msgpack.Encoder()
 #: The encoded deltas of a step without reads.
@@ -37,6 +37,8 @@ Strings: TypeAlias = Callable[[list[int]], list[str]]
 _STRINGS = _encoder.encode("token_strings")
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
 _number = struct.Struct("<f")
+#: The most bytes of a step's reads that travel in one record, large arrays among them, where a bulk store takes it.
+BULK_STEP_BYTES: Final = 32 << 20
 _wire_number = struct.Struct(">Bf")
 
 
@@ -56,6 +58,7 @@ class Item:
         self.name = slot.name
         #: Whether any of its arrays becomes a blob.
         self.large = bool(threshold) and any(part.size > threshold for part in slot.parts)
+        self.nbytes = sum(part.size for part in slot.parts)
 
     # Most items travel in records of columns, which need none of what follows.
 
@@ -201,12 +204,14 @@ class ChoiceReads:
     """The reads of declared interventions for one choice, by the index of the step's token.
 
     With `columns`, the items of a step travel as one record, but for those of names whose first item is large or has
-    strings: these travel by themselves, in each step.
+    strings: these travel by themselves, in each step. A record that goes to a bulk store has large items, too.
     """
 
     def __init__(self, stops: Sequence[StopWhen] = (), *, columns: bool = True) -> None:
         #: Finds the strings of token ids, which the items of logit lenses then have too.
         self.strings: Strings | None = None
+        #: Whether a bulk store takes the trace's large saves, so that a large array need not become a blob.
+        self.in_bulk = False
         #: The deltas of each step, as an encoded list.
         self.steps: dict[int, bytes] = {}
         #: Whether the reads of the following steps are left out; and the number of steps whose reads were.
@@ -254,8 +259,10 @@ class ChoiceReads:
             self._check_stops(index, {name: _floats(data, part) for name, part in plan.numbers})
 
     def _planned(self, items: Sequence[Item]) -> _Plan:
+        whole = self.in_bulk and sum(item.nbytes for item in items) <= BULK_STEP_BYTES
         for item in items:
-            self._in_records.setdefault(item.name, self._columns and not item.large and not self._with_strings(item))
+            small = whole or not item.large
+            self._in_records.setdefault(item.name, self._columns and small and not self._with_strings(item))
         return _Plan(
             [item for item in items if self._in_records[item.name]],
             [item for item in items if not self._in_records[item.name]],

@@ -57,6 +57,7 @@ from .live_proofs import LiveProofs
 from .pause_state import PauseState
 from .pending import PendingRecords, ReportMissing
 from .prompt_patches import PromptPatches
+from .read_decoder import BULK_STEP_BYTES
 from .report_router import ReportRouter
 from .retention import Retention
 from .running_request import RunningRequest
@@ -78,6 +79,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long the adapter tries to send a request's result to the workers, in seconds.
 _GIVE_RESULT_S = 10.0
+#: How many bytes a trace's store needs room for, so that large arrays go there and not to Redis.
+_BULK_ROOM = 4 * BULK_STEP_BYTES
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 _NO_VALUES = msgspec.msgpack.encode({})
 
@@ -380,6 +383,7 @@ class TraceRun:
                 )
                 for one in pending.choices:
                     one.reads.strings = self._strings
+                    one.reads.in_bulk = self._stream.bulk is not None and self._stream.bulk.has_room(_BULK_ROOM)
             try:
                 outputs = await patches.start(invoke, partial(self._start_request, name, ready), self._is_over)
             except BaseException:

@@ -18,6 +18,7 @@ from tracewire_bus.wire.codec import decode_event, encode_output, extend_encoded
 from tracewire_bus.wire.columns import Column, ColumnPart, encode_layout, record_digest
 from tracewire_bus.wire.messages import Append, Columns, DecodedOutput, Final, RawOutput, StopWhen
 from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
+from tracewire_engine.adapter import read_decoder
 from tracewire_engine.adapter.pending import PendingRecords
 from tracewire_engine.adapter.read_decoder import ChoiceReads, StepReads
 from tracewire_engine.protocol.messages import LayoutEntry, Part, Slot, StepRecord
@@ -137,3 +138,18 @@ def test_a_large_item_travels_as_a_reference_and_its_name_by_itself_from_then_on
     assert (saves["a"][0].shape, saves["a"][0].blob) == ((100,), reads.blobs[0][0])
     np.testing.assert_array_equal(saves["a"][1], [0, 1])
     np.testing.assert_array_equal(saves["b"], [[0, 1], [0, 1]])
+
+
+@pytest.mark.parametrize("most", [400, 399])
+def test_a_large_item_for_a_bulk_store_travels_in_the_record(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Up to some bytes a step, since the record goes to Redis whole if the store is full meanwhile."""
+    monkeypatch.setattr(read_decoder, "BULK_STEP_BYTES", most)
+    values = np.arange(100, dtype=np.float32)
+    reads = ChoiceReads()
+    reads.in_bulk = True
+    reads.take(0, StepReads(entry(Slot("a", [Part("", "float32", (100,), 0, 400)])), 64), memoryview(values.tobytes()))
+    assert len(reads.blobs) == (most < 400)
+    (found,) = folded(reads, 1)["a"]
+    assert found.shape == (100,)
+    if not reads.blobs:
+        np.testing.assert_array_equal(found, values)

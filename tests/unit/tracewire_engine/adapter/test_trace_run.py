@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,14 +18,25 @@ from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tests.support.stepping import Gate
 from tests.support.until import until
-from tracewire import Client, Final, Output, intervention
+from tracewire import Client, Final, Output, Probe, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Delta, Failure, Manifest, Set
 from tracewire_bus.wire.packing import wire
+from tracewire_bus.wire.refs import ArrayRef
+from tracewire_engine.adapter.bulk_writer import BulkSettings
 from tracewire_engine.adapter.trace_run import TraceRun
-from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.messages import (
+    Batch,
+    FinishRecord,
+    Layout,
+    LayoutEntry,
+    Part,
+    Report,
+    Slot,
+    StepRecord,
+)
 
 PATIENCE = 15
 
@@ -104,6 +116,34 @@ async def test_each_token_has_what_was_saved_in_its_step(client: Client, embedde
         (row,) = delta.items if isinstance(delta, Append) else delta.value
         assert np.array_equal(row, ROWS[place])
     assert np.array_equal(result.saves["rows"], ROWS[:4])
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("most", [None, 1 << 20, 1 << 30], ids=["no store", "a small store", "a store"])
+async def test_large_reads_go_to_a_bulk_store_with_room(
+    client: Client, embedded: str, prefix: str, bus: Bus, tmp_path: Path, most: int | None
+) -> None:
+    """And to Redis otherwise, as blobs."""
+    engine = PlayedEngine()
+    row = np.arange(1000, dtype=np.float32)
+    store = None if most is None else BulkSettings(tmp_path, 1, most)
+    probe = Probe("hs", "model.layers.0.output")
+    async with (
+        adapted(embedded, prefix, engine, bulk=store, blob_threshold=64),
+        client.trace("tiny", "x", interventions=[probe], detach=True) as trace,
+    ):
+        await trace.accepted()
+        (request,) = engine.requests
+        slots = [Slot("hs", [Part("", "float32", row.shape, 0, row.nbytes)])]
+        engine.report(Report(layout=Layout(1, [LayoutEntry(request, 0, 0, slots)])))
+        engine.report(Report(time=1.0, batch=Batch(1, 0, memoryview(row.tobytes()))))
+        engine.report(Report(finishes=[FinishRecord(request, 0, raw())]))
+        engine.requests[request].put("a", "length")
+        result = await trace.result()
+        blobs = await bus.command("EXISTS", bus.keys.blobs(trace.id))
+        assert bool(blobs) == isinstance(result.saves["hs"][0], ArrayRef) == (most != 1 << 30)
+        (found,) = await result.load("hs")
+    np.testing.assert_array_equal(found, row)
 
 
 @pytest.mark.usefixtures("registered")
