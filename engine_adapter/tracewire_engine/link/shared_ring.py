@@ -5,7 +5,7 @@ That saves the model's thread two copies a step, and the adapter three. The work
 in memory, sends the adapters its path, and uses it after all of them have opened it. The steps lie in the buffer one
 after the other. Each adapter releases the steps that it reads in that order. The worker reuses the room of a step when
 all adapters that read it have released it. If an adapter is behind and the buffer is full, the bytes go into the
-message.
+message. If a step takes more than half of the buffer, the worker makes a larger one in its place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["LEAST_BYTES", "RingBuffer", "RingCopy", "RingReader"]
+__all__ = ["LEAST_BYTES", "RingBuffer", "RingCopy", "RingReader", "ring_bytes"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: Size of the buffer, in bytes.
+#: Size of the buffer, in bytes, and of the largest one that takes its place.
 RING_BYTES: Final = 64 << 20
+MOST_RING_BYTES: Final = 1 << 30
 #: A step with fewer bytes goes in the message.
 LEAST_BYTES: Final = 8 << 10
 #: Size of the header, in bytes: two 64-bit numbers for each adapter, whether it has the buffer open, and how far it has
@@ -43,6 +44,11 @@ _ALIGNMENT: Final = 256
 #: Linux's constants by number, since not every Python names them. The seals: no more seals, no shrinking, no growing.
 _ADD_SEALS, _GET_SEALS, _SEALS = 1033, 1034, 1 | 2 | 4
 _NAME: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+def ring_bytes(nbytes: int) -> int:
+    """The size of a buffer for steps of so many bytes: some of them have room in it."""
+    return min(max(RING_BYTES, 1 << (4 * nbytes - 1).bit_length()), MOST_RING_BYTES)
 
 
 class RingBuffer:
@@ -80,6 +86,26 @@ class RingBuffer:
         #: Whether the memory is pinned, so that a GPU can copy into it; `None` before the first tensor of a GPU.
         self._pinned: bool | None = None
         self._events: list[Any] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all adapters have the buffer open."""
+        return self._opened()
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a larger buffer is better for steps of so many bytes: few of them have room in this one."""
+        return self._opened() and nbytes > self._size // 2 and self._size < MOST_RING_BYTES
+
+    def close(self) -> None:
+        """Give the memory back, when no copy into it is under way. Adapters that have it open keep it."""
+        if self._pinned:
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._counts.release()
+        # The map goes with the last of the tensors in it.
+        del self._bytes, self._map
+        os.close(self._descriptor)
 
     def put(self, tensor: torch.Tensor, readers: Collection[int] = (0,)) -> RingCopy | None:
         """Begin to copy a tensor of bytes, which the adapters `readers` read.

@@ -23,7 +23,7 @@ from tracewire_bus.owned_folder import OwnedFolder
 from tracewire_bus.wire.messages import Failure
 
 from .addresses import Guard, bind, connect, is_remote
-from .shared_ring import LEAST_BYTES, RingBuffer, RingCopy, RingReader
+from .shared_ring import LEAST_BYTES, RingBuffer, RingCopy, RingReader, ring_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,8 @@ class LinkSender:
         self._buffer = bytearray()
         #: Memory that an adapter on this machine shares with this process; made before the first large batch.
         self._ring: RingBuffer | None = None
+        #: The smaller one before it, until all adapters have the new one open: then all its steps have been sent.
+        self._former: RingBuffer | None = None
         self._may_share = not is_remote(address) and hasattr(os, "memfd_create")
         self._all_readers = readers
         #: The adapters that read the next tensor.
@@ -95,15 +97,22 @@ class LinkSender:
     def put(self, tensor: torch.Tensor, report: Report) -> RingCopy | None:
         """Begin to copy a tensor of bytes to the ring buffer. Returns `None` if the bytes must go in the message.
 
-        The first call with a large tensor makes the buffer, and has `report` tell the adapter of it.
+        The first call with a large tensor makes the buffer, and has `report` tell the adapter of it. So does a call
+        with a tensor for which the buffer is small.
         """
-        if self._may_share and tensor.nbytes >= LEAST_BYTES:
-            self._may_share = False
+        ring = self._ring
+        if self._former is not None and ring is not None and ring.is_open:
+            self._former.close()
+            self._former = None
+        wanted = tensor.nbytes >= LEAST_BYTES if ring is None else ring.is_small(tensor.nbytes)
+        if self._may_share and wanted:
             try:
-                self._ring = RingBuffer(readers=self._all_readers)
-                report.ring = self._ring.name
+                self._ring = RingBuffer(ring_bytes(tensor.nbytes), readers=self._all_readers)
             except OSError as error:
-                logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)
+                self._may_share = False
+                logger.warning("no more shared memory (%s): the link's messages carry reads of interventions", error)
+            else:
+                self._former, report.ring = ring, self._ring.name
         return None if self._ring is None else self._ring.put(tensor, self.readers)
 
     def send(self, *reports: Report) -> None:
@@ -219,8 +228,11 @@ class LinkReceiver(Receiver):
             ValueError: the report names a place outside the buffer.
         """
         if report.ring:
+            former = self._ring
             try:
                 self._ring = RingReader(report.ring, self._adapter)
+                if former is not None:
+                    former.close()
             except (OSError, ValueError) as error:
                 # The worker uses the buffer only if the adapter has opened it.
                 logger.warning("no shared memory (%s): the link's messages carry the reads of interventions", error)

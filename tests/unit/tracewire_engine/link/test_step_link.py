@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import anyio
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from tests.support.far_link import adapter, reports, worker
 from tests.support.killed_owner import left_by_killed
 from tests.support.ring import filled, send
+from tracewire_engine.link import shared_ring
 from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import HeartbeatReceiver
 from tracewire_engine.link.shared_ring import Place, RingBuffer
@@ -20,7 +19,9 @@ from tracewire_engine.worker.remote_inputs import inputs_at
 
 
 async def test_over_the_link_bytes_come_in_order_whichever_way_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tracewire_engine.link.step_link.RingBuffer", partial(RingBuffer, 16 << 20))
+    monkeypatch.setattr(
+        "tracewire_engine.link.step_link.RingBuffer", lambda size, readers: RingBuffer(16 << 20, readers)
+    )
     with LinkReceiver() as receiver:
         sender = LinkSender(receiver.address)
         found: list[Batch] = []
@@ -41,6 +42,31 @@ async def test_over_the_link_bytes_come_in_order_whichever_way_they_take(monkeyp
             bytes(next(batch for batch in found if batch.place is not None).data)
         # The first goes before the receiver has it open; of a hundred that nobody takes, not all have room.
         assert 150 < shared < 290
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1 << 30])
+async def test_larger_steps_get_a_larger_ring(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """And the bytes that lie in the smaller one are read before it goes."""
+    monkeypatch.setattr(shared_ring, "RING_BYTES", 1 << 20)
+    monkeypatch.setattr(shared_ring, "MOST_RING_BYTES", most)
+    sizes = [50_000] * 4 + [600_000] * 6 + [3_000_000] * 6
+    shared = []
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        found = 0
+        for step, size in enumerate(sizes):
+            shared.append(send(sender, step, filled(size, step)))
+            # Of two steps at a time, so that one lies in the ring as the next one comes.
+            while step % 2 and found <= step:
+                await receiver.arrived()
+                for report in receiver.ready():
+                    assert report.batch is not None
+                    assert bytes(report.batch.data) == filled(sizes[found], found).numpy().tobytes()
+                    found += 1
+    if most > 1 << 20:
+        assert shared == [False, False, True, True] + [False, False, True, True, True, True] * 2
+    else:
+        assert not any(shared[10:])
 
 
 async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
