@@ -115,7 +115,7 @@ class RingBuffer:
         size = tensor.nbytes
         if size < LEAST_BYTES or not self._opened():
             return None
-        if tensor.is_cuda and not self._pin():
+        if tensor.is_cuda and not self.pin():
             return None
         start = self._put % self._size
         skipped = self._size - start if start + size > self._size else 0
@@ -148,7 +148,8 @@ class RingBuffer:
             self._free = held.popleft()[0]
         return self._free
 
-    def _pin(self) -> bool:
+    def pin(self) -> bool:
+        """Pin the memory, so that a GPU can copy into it. Returns whether it is pinned."""
         if self._pinned is None:
             import torch
 

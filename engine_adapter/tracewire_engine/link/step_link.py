@@ -106,14 +106,23 @@ class LinkSender:
             self._former = None
         wanted = tensor.nbytes >= LEAST_BYTES if ring is None else ring.is_small(tensor.nbytes)
         if self._may_share and wanted:
-            try:
-                self._ring = RingBuffer(ring_bytes(tensor.nbytes), readers=self._all_readers)
-            except OSError as error:
-                self._may_share = False
-                logger.warning("no more shared memory (%s): the link's messages carry reads of interventions", error)
-            else:
-                self._former, report.ring = ring, self._ring.name
+            self._share(tensor, report)
         return None if self._ring is None else self._ring.put(tensor, self.readers)
+
+    def _share(self, tensor: torch.Tensor, report: Report) -> None:
+        """Make a buffer for tensors as large as this one, in place of a smaller one."""
+        former = self._ring
+        try:
+            ring = RingBuffer(ring_bytes(tensor.nbytes), readers=self._all_readers)
+        except OSError as error:
+            self._may_share = False
+            logger.warning("no more shared memory (%s): the link's messages carry reads of interventions", error)
+            return
+        if former is not None and tensor.is_cuda and not ring.pin():
+            self._may_share = False
+            ring.close()
+            return
+        self._ring, self._former, report.ring = ring, former, ring.name
 
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message.

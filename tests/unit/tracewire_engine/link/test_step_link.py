@@ -69,6 +69,29 @@ async def test_larger_steps_get_a_larger_ring(monkeypatch: pytest.MonkeyPatch, m
         assert not any(shared[10:])
 
 
+async def test_without_memory_for_a_larger_ring_the_smaller_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def ring(size: int, readers: int) -> RingBuffer:
+        made.append(size)
+        if len(made) > 1:
+            raise OSError("no memory")
+        return RingBuffer(1 << 20, readers)
+
+    monkeypatch.setattr("tracewire_engine.link.step_link.RingBuffer", ring)
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        shared = []
+        for step, size in enumerate([50_000, 50_000, 3_000_000, 3_000_000, 50_000]):
+            shared.append(send(sender, step, filled(size, step)))
+            await receiver.arrived()
+            for report in receiver.ready():
+                assert report.batch is not None
+                assert bytes(report.batch.data) == filled(size, step).numpy().tobytes()
+    assert shared == [False, True, False, False, True]
+    assert len(made) == 2
+
+
 async def test_a_receiver_that_cannot_open_it_gets_all_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(name: str, reader: int) -> None:
         raise PermissionError(name, reader)
