@@ -15,19 +15,22 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
+from xxhash import xxh3_128
 
 from tracewire.errors import HarvestConflict, HarvestMissing, ShardDamaged
 
 from .pieces import Piece, raw
 from .stores import Store
 
-__all__ = ["Entry", "Failed", "File", "Journal", "checked_file", "digest"]
+__all__ = ["Entry", "Failed", "File", "Journal", "checked_file", "digest", "file_digest"]
 
 HEAD = "harvest.json"
 _ENTRY = re.compile(r"journal/(\d{6,})\.json")
 _NUMBERED = re.compile(r"(?:journal|shards)/\.?(\d{6,})\b.*")
-#: The form of these files. A reader of an older one refuses a newer one.
-FORMAT = 1
+#: The form of these files. A reader of an older one refuses a newer one. In the first one, files have a `digest`.
+FORMAT, _OLDER = 2, 1
+#: What a `file_digest` begins with.
+_XXH3 = "xxh3:"
 
 
 def digest(*pieces: Piece) -> str:
@@ -38,8 +41,16 @@ def digest(*pieces: Piece) -> str:
     return state.hexdigest()
 
 
+def file_digest(*pieces: Piece) -> str:
+    """A digest of a file of these pieces, quick enough for any disk: it finds damage, and no forgery."""
+    state = xxh3_128()
+    for piece in pieces:
+        state.update(raw(piece))
+    return f"{_XXH3}{state.hexdigest()}"
+
+
 class File(msgspec.Struct):
-    """A file of a shard: its name below the harvest's URL, its size in bytes, and its `digest`."""
+    """A file of a shard: its name below the harvest's URL, its size in bytes, and its `file_digest`."""
 
     name: str
     bytes: int
@@ -226,7 +237,7 @@ class Journal:
             version = head["format"]
         except (ValueError, TypeError, KeyError) as error:
             raise ShardDamaged(self.store.url, HEAD, 0, f"it is no JSON of a harvest: {error}") from None
-        if version != FORMAT:
+        if version not in (FORMAT, _OLDER):
             message = f"it has format {version}, and this client reads {FORMAT}"
             raise HarvestConflict(self.store.url, f"{message} (a newer tracewire wrote it: update this one)")
         return dict(head)
@@ -258,7 +269,8 @@ def checked_file(store: Store, entry: Entry, file: File) -> bytes:
     except FileNotFoundError:
         raise ShardDamaged(store.url, file.name, len(entry.prompts), "it is missing") from None
     reason = _wrong_size(file, len(data))
-    if not reason and digest(data) != file.digest:
+    found = file_digest if file.digest.startswith(_XXH3) else digest
+    if not reason and found(data) != file.digest:
         reason = "its bytes are others than were written"
     if reason:
         raise ShardDamaged(store.url, file.name, len(entry.prompts), reason)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tracewire.errors import NotAnArray
 from tracewire_bus.wire.arrays import extra_dtypes
 
-from .journal import Entry, Failed, File, Tensor, digest
+from .journal import Entry, Failed, File, Tensor, file_digest
 from .libraries import library
 from .pieces import Piece, size
 
@@ -217,7 +217,7 @@ def _masked(pa: Any, values: Array, kind: Any) -> Any:
 
 def described_files(files: Files) -> list[File]:
     """The files, as an entry of the journal lists them."""
-    return [File(file, sum(map(size, pieces)), digest(*pieces)) for file, pieces in files.items()]
+    return [File(file, sum(map(size, pieces)), file_digest(*pieces)) for file, pieces in files.items()]
 
 
 def _arrays(tensors: dict[str, list[tuple[int, Series]]]) -> dict[str, list[Array]]:

@@ -9,7 +9,7 @@ import pytest
 
 import tracewire
 from tests.support.harvests import failed
-from tracewire.harvest.journal import Entry, File, Journal, checked_file, digest
+from tracewire.harvest.journal import Entry, File, Journal, checked_file, digest, file_digest
 from tracewire.harvest.stores import Store
 
 HEAD = {"model": "tiny", "sampling": {"max_tokens": 1}}
@@ -25,7 +25,7 @@ def commit(into: Journal, *prompts: int, **more: Any) -> str:
     """Commit a shard of one file."""
     name = f"shards/{into.shard_name()}.safetensors"
     into.store.put(name, b"values")
-    file = File(name, 6, digest(b"values"))
+    file = File(name, 6, file_digest(b"values"))
     into.commit(Entry(0, files=[file], prompts=list(prompts), digests=[f"d{key}" for key in prompts], **more))
     return name
 
@@ -118,9 +118,23 @@ def test_where_there_is_no_harvest_or_one_of_a_newer_form(tmp_path: Path) -> Non
     with pytest.raises(tracewire.HarvestMissing):
         Journal(Store(tmp_path)).read()
     assert not Journal(Store(tmp_path)).exists()
-    (tmp_path / "harvest.json").write_text('{"format": 2}')
-    with pytest.raises(tracewire.HarvestConflict, match="format 2"):
+    (tmp_path / "harvest.json").write_text('{"format": 3}')
+    with pytest.raises(tracewire.HarvestConflict, match="format 3"):
         Journal(Store(tmp_path)).read()
     (tmp_path / "harvest.json").write_text("{")
     with pytest.raises(tracewire.ShardDamaged):
         Journal(Store(tmp_path)).read()
+
+
+def test_a_harvest_of_the_first_format_is_read_and_goes_on(tmp_path: Path) -> None:
+    first = journal(tmp_path)
+    commit(first, 0)
+    head = tmp_path / "harvest.json"
+    head.write_text(head.read_text().replace('"format": 2', '"format": 1'))
+    entry = tmp_path / "journal" / "000000.json"
+    entry.write_text(entry.read_text().replace(file_digest(b"values"), digest(b"values")))
+    again = journal(tmp_path)
+    commit(again, 1)
+    for one in again:
+        assert checked_file(again.store, one, one.files[0]) == b"values"
+    assert [one.files[0].digest for one in again] == [digest(b"values"), file_digest(b"values")]

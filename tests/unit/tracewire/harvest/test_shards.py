@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import tracewire
 from tests.support.harvests import failed, rows
-from tracewire.harvest.journal import digest
+from tracewire.harvest.journal import file_digest
 from tracewire.harvest.pieces import raw
 from tracewire.harvest.shards import Shard, Signatures, decoded_tensors, values_of_table
 
@@ -104,7 +104,9 @@ def test_a_file_is_as_the_field_s_own_writer_makes_it() -> None:
     assert header % 8 == 0
     theirs = safetensors.numpy.save({name: tensor.astype(loaded[name].dtype) for name, tensor in whole.items()})
     assert data[header:] == theirs[8 + int.from_bytes(theirs[:8], "little") :]
-    assert [file.digest for file in entry.files] == [digest(b"".join(map(raw, pieces))) for pieces in files.values()]
+    assert [file.digest for file in entry.files] == [
+        file_digest(b"".join(map(raw, pieces))) for pieces in files.values()
+    ]
 
 
 def test_other_dtypes_are_left_to_the_field_s_own_writer() -> None:
