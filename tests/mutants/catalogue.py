@@ -1046,7 +1046,7 @@ MUTANTS = (
     _of(
         f"{_SDK}/harvest/journal.py",
         "a-harvest-does-not-compare-digests",
-        "    if not reason and digest(data) != file.digest:\n",
+        "    if not reason and found(data) != file.digest:\n",
         "    if False:\n",
         _HARVEST + "journal.py::test_a_file_that_is_not_what_was_written",
     ),
