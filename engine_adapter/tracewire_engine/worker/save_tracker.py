@@ -145,12 +145,7 @@ class _Box:
     def unchanged(self) -> bool:
         """Whether the known items to check in this step are the same objects. If not, they are checked again."""
         before = self.cursor
-        start, stop = self.window()
-        if stop - start == len(self.items):
-            known, now = self.items, self.value
-        else:
-            known, now = self.items[start:stop], self.value[start:stop]
-        if any(map(is_not, known, now)):
+        if _replaced(self.items, self.value, *self.window()):
             self.cursor = before
             return False
         return True

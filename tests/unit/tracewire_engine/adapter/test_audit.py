@@ -88,6 +88,15 @@ async def test_entries_go_with_the_next_events(bus: Bus) -> None:
         assert found == [("t", "accepted", "", "me", ["ab"]), ("u", "refused", "so", "me", [])]
 
 
+async def written(audit: Audit) -> None:
+    """Wait until the task has written all entries."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(audit.run)
+        with anyio.fail_after(20):
+            await audit.flushed()
+        group.cancel_scope.cancel()
+
+
 async def test_entries_that_redis_refuses_with_the_events_are_left_to_the_task(bus: Bus) -> None:
     audit = Audit(bus, engine_info(), 10)
     audit.accepted("submit", "t", None)
@@ -96,11 +105,7 @@ async def test_entries_that_redis_refuses_with_the_events_are_left_to_the_task(b
     assert not audit.board()
     audit.landed([ValueError("no")])
     assert not audit.board()
-    async with anyio.create_task_group() as group:
-        group.start_soon(audit.run)
-        with anyio.fail_after(20):
-            await audit.flushed()
-        group.cancel_scope.cancel()
+    await written(audit)
     assert [one.name async for one in AuditLog(bus).read()] == ["t"]
     audit.accepted("submit", "u", None)
     assert len(audit.board()) == 1
@@ -114,10 +119,6 @@ async def test_entries_that_name_code_do_not_overtake_it(bus: Bus) -> None:
     audit.keep("ab", Block(name="b", source="pass"))
     audit.accepted("submit", "t", None, code=["ab"])
     assert not audit.board()
-    async with anyio.create_task_group() as group:
-        group.start_soon(audit.run)
-        with anyio.fail_after(20):
-            await audit.flushed()
-        group.cancel_scope.cancel()
+    await written(audit)
     assert await AuditLog(bus).code("ab")
     assert [one.name async for one in AuditLog(bus).read()] == ["t"]

@@ -221,6 +221,18 @@ model.model.layers[0].output[0][:] = 0.5
 """
 
 
+def run_alone(model: HostedModel, block: str, steps: int) -> None:
+    """Run a block in so many steps without other requests, and close the model."""
+    try:
+        model.open("a", block)
+        for number in range(steps):
+            model.step({"a": 1 if number else 2}, number)
+        model.finish("a", steps)
+        model.wait("a")
+    finally:
+        model.close()
+
+
 def test_the_model_does_not_wait_for_rows_as_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that has written, and whose cache goes on, wants rows that nobody waits for."""
     waited: list[str] = []
@@ -245,14 +257,7 @@ def test_the_model_does_not_wait_for_rows_as_a_step_begins(monkeypatch: pytest.M
             phase[0] = "model"
 
     monkeypatch.setattr(model, "_begin", begun)
-    try:
-        model.open("a", CACHED)
-        for number in range(8):
-            model.step({"a": 1 if number else 2}, number)
-        model.finish("a", 8)
-        model.wait("a")
-    finally:
-        model.close()
+    run_alone(model, CACHED, 8)
     assert set(waited) <= {"model"}
     assert len(model.outcomes["a"].saves["cache"]) == 1
 
@@ -268,14 +273,7 @@ def test_hosts_that_the_model_waits_for_begin_a_step_before_that() -> None:
             send(turn)
 
         patched.setattr(LateTurn, "send", sent)
-        try:
-            model.open("a", "for _ in tracer.iter[:]:\n    model.model.layers[1].output[0][:] *= 2.0")
-            for number in range(4):
-                model.step({"a": 1 if number else 2}, number)
-            model.finish("a", 4)
-            model.wait("a")
-        finally:
-            model.close()
+        run_alone(model, "for _ in tracer.iter[:]:\n    model.model.layers[1].output[0][:] *= 2.0", 4)
     # `Began` of later steps is not in the turn that the model waits for.
     assert ["Reached"] in turns[2:]
     assert not any({"Began", "Reached"} <= set(turn) for turn in turns[2:])
