@@ -40,6 +40,7 @@ from tracewire_engine.worker.large_arrays import encode
 
 from .session import Session
 from .stand_ins import tree_of
+from .told_steps import ToldSteps
 
 __all__ = ["Driver"]
 
@@ -151,6 +152,7 @@ class Driver:
         self._link = _Link(reports)
         self._reports = reports
         self._names: list[str] = []
+        self._told = ToldSteps()
         self._fetched: dict[tuple[str, str], Any] = {}
         tree = tree_of(settings.modules, self._fetch)
         self._session = Session(tree, settings, self._call, self._link, _Blobs(self._link), _Inputs(self._ask))
@@ -174,7 +176,7 @@ class Driver:
             self._names += turn.names
             reply = Reply()
             with time_limit.timer_once():
-                for event in turn.events:
+                for event in self._told.events(turn.events):
                     self._expect_unchanged(reply)
                     if isinstance(event, Began):
                         time_limit.limit_together(limit or None)

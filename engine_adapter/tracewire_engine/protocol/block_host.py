@@ -37,6 +37,7 @@ __all__ = [
     "ModuleOutline",
     "Reached",
     "Ready",
+    "Repeated",
     "Reply",
     "Report",
     "Reported",
@@ -112,6 +113,17 @@ class Ended(msgspec.Struct, array_like=True, tag="ended"):
     passed: bytes = b""
 
 
+class Repeated(msgspec.Struct, array_like=True, tag="repeated"):
+    """A whole step of the model that is like the last whole step of which the host was told.
+
+    It stands for the same `Began` without new requests and with the next token of each request, the same `Reached`
+    with the rows of the step's first value from byte `start` on and all others as far behind it as they were then,
+    and the same `Ended`.
+    """
+
+    start: int
+
+
 class Finished(msgspec.Struct, array_like=True, tag="finished"):
     """The scheduler has ended a request.
 
@@ -137,7 +149,7 @@ class Generated(msgspec.Struct, array_like=True, tag="generated"):
     message: bytes
 
 
-Event: TypeAlias = Began | Reached | Ended | Finished | Steered | Generated
+Event: TypeAlias = Began | Reached | Ended | Repeated | Finished | Steered | Generated
 
 
 class Turn(msgspec.Struct, array_like=True):

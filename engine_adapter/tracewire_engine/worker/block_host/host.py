@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,8 @@ from tracewire_engine.protocol.block_host import (
     Began,
     Ended,
     Event,
+    Reached,
+    Repeated,
     Reply,
     Turn,
 )
@@ -23,7 +25,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG
 from .host_load import HostLoad
 from .pool import HostProcess
 from .rows import NoRoom, SharedRows, StepRows
-from .staged_step import HostRows, HostShare, Reading
+from .staged_step import GivenShare, HostRows, HostShare, Reading
 from .untrusted_reports import UntrustedReports
 
 __all__ = ["BlockHost", "HostedRequest", "HostedTrace", "LateTurn"]
@@ -123,6 +125,65 @@ class LateTurn:
             rows.drop()
 
 
+class _UntoldReadings(NamedTuple):
+    """A host's rows of some values of a step, of which it has not been told (see `HostShare.events`)."""
+
+    share: HostShare
+    readings: list[Reading]
+    start: int
+    passed: Any
+    before: int
+
+    def events(self) -> list[Reached]:
+        """What the host is told of them."""
+        return self.share.events(self.readings, self.start, self.passed, self.before)
+
+
+class _ToldStep:
+    """The last whole step of which a host was told, and what it has been told of the step after."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, int, int]] = []
+        self._given: GivenShare | None = None
+        self._passed = b""
+        #: Of the step that has begun.
+        self._began = Began([], [])
+        self._read: list[GivenShare | None] = []
+
+    def begin(self, began: Began) -> None:
+        """A step begins."""
+        self._began, self._read = began, []
+
+    def read(self, given: GivenShare | None) -> None:
+        """The host is told of all its rows of the step, if `given` is something, or else of some of them."""
+        self._read.append(given)
+
+    def end(self, passed: Any) -> None:
+        """The host is told that the step has ended."""
+        self._spans, self._passed = self._began.spans, passed.tobytes()
+        self._given = self._read[0] if len(self._read) == 1 else None
+
+    def may_repeat(self, given: GivenShare | None, events: list[Event]) -> bool:
+        """Whether the step's rows are those of the step before, as far as is known before it ends.
+
+        Args:
+            given: what the host gets of the step.
+            events: of which the host has not been told.
+        """
+        same = given is not None and given is self._given
+        return same and not self._read and bool(events) and events[-1] is self._began
+
+    def repeats(self, events: list[Event], passed: Any) -> bool:
+        """Whether the step is the one before with the next tokens: what the model has passed shows it, too."""
+        began = self._began
+        if began.new or not events or events[-1] is not began or passed.tobytes() != self._passed:
+            return False
+        if began.spans != [(request, count, index + 1) for request, count, index in self._spans]:
+            return False
+        self._spans = began.spans
+        return True
+
+
 class BlockHost:
     """A process that runs blocks, and the traces that they belong to.
 
@@ -174,6 +235,9 @@ class BlockHost:
         self.untrusted = UntrustedReports(process.large)
         self._lock = threading.Lock()
         self._events: list[Event] = []
+        #: What it was told of the last whole step; and of this one what `end` tells it, if that is not the same.
+        self._told = _ToldStep()
+        self._again: _UntoldReadings | None = None
         self._names = self._passed = 0
         #: Rows of the next turn that are on their way from a GPU; how many turns had to wait for theirs, which the
         #: model's thread counts; and how many of these were sent.
@@ -258,8 +322,10 @@ class BlockHost:
         self.worked(self.replied_us)
         self.rows, self._passed, self.used_s, self.replied_us = rows, 0, 0.0, 0
         self.present = frozenset([name for name, _, _ in spans])
-        self._events.append(Began(self.new, spans))
-        self.new = []
+        began = Began(self.new, spans)
+        self._events.append(began)
+        self._told.begin(began)
+        self.new, self._again = [], None
 
     def passes(self, location: str) -> bool:
         """Count a location that the model has reached. Returns whether the model must wait for the host there."""
@@ -280,22 +346,42 @@ class BlockHost:
         Raises:
             NoRoom: the host has not read enough of what was shared before.
         """
-        given = share.give(readings, self.process.given, passed, self._passed)
+        given = share.give(readings, self.process.given)
         if given is None:
             raise NoRoom
-        events, rows = given
-        self._events += events
+        start, rows = given
+        untold = _UntoldReadings(share, readings, start, passed, self._passed)
         self._late.append(rows)
         self._passed = readings[-1].passed + 1
+        if self._again is None and self._told.may_repeat(share.given, self._events):
+            # The step's end shows whether all of it is as before.
+            self._again = untold
+        else:
+            self._tell_again()
+            self._events += untold.events()
+            self._told.read(share.given)
 
     def end(self, passed: Any) -> None:
         """End the step."""
         self.shared = None
+        again = self._again
+        if again is not None and self._told.repeats(self._events, passed):
+            self._events[-1:], self._again = [Repeated(again.start)], None
+            return
+        self._tell_again()
         self._events.append(Ended(passed[self._passed :].tobytes()))
+        self._told.end(passed)
+
+    def _tell_again(self) -> None:
+        """Tell it what `end` was to find the same as in the step before."""
+        again, self._again = self._again, None
+        if again is not None:
+            self._events += again.events()
+            self._told.read(again.share.given)
 
     def drop_untold(self) -> None:
         """Give up what no turn has."""
-        late, self._late, self._events = self._late, [], []
+        late, self._late, self._events, self._again = self._late, [], [], None
         for rows in late:
             rows.drop()
 
@@ -327,6 +413,7 @@ class BlockHost:
         Raises:
             ChannelClosed: the host is gone.
         """
+        self._tell_again()
         turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
         self._events, self._names = [], len(names)
         made = LateTurn(self, turn, self._late)

@@ -125,8 +125,10 @@ class HostTurns:
         finally:
             step.leave()
 
-    def give(self, hosts: Iterable[BlockHost], step: StagedStep) -> None:
-        """Tell hosts what the step has reached."""
+    def give(self, hosts: Iterable[BlockHost], step: StagedStep, *, whole: bool = False) -> None:
+        """Tell hosts what the step has reached: all that it has staged for them, if `whole`."""
+        if whole:
+            step.compare()
         step.seal()
         for host in hosts:
             if host.failure is None:

@@ -372,7 +372,7 @@ class HostedBlocks:
             return
         readers = [host for host in self._active if host.reads is not None]
         self._expected = staged.size
-        self._turns.give(readers, staged)
+        self._turns.give(readers, staged, whole=True)
         staged.leave()
         for host in readers if wait else ():
             if host.failure is None and self._turns.send(host):

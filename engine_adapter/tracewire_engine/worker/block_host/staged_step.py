@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from tracewire_engine.protocol.block_host import Reached, Shape, Shared
 from .row_buffer import MOST_KEPT, RowBuffer
 from .rows import StepRows, Withheld
 
-__all__ = ["HostRows", "HostShare", "Reading", "StageLayout", "StagedStep"]
+__all__ = ["GivenShare", "HostRows", "HostShare", "Reading", "StageLayout", "StagedStep"]
 
 #: How many forms of values are remembered while steps are laid out alike.
 _FORMS = 1024
@@ -95,6 +97,30 @@ class Reading(NamedTuple):
     hosts: Sequence[Any]
 
 
+class _Reachings:
+    """What a step has reached, to be compared with another step of the same layout."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        # Values of one pattern have the same skeleton. Others are never alike: 1 and True compare equal.
+        self._skeletons = [one.skeleton for one in readings]
+        self._others = [
+            (one.location, one.forms, [tensor.start for tensor in one.tensors], one.passed, one.by_request, one.hosts)
+            for one in readings
+        ]
+
+    def like(self, other: _Reachings) -> bool:
+        """Whether both have reached the same locations with values of the same forms, staged at the same places."""
+        return self._others == other._others and all(map(is_, self._skeletons, other._skeletons))
+
+
+class GivenShare(NamedTuple):
+    """What a host got of a step: its pieces, the first byte in its memory, and how many bytes they take."""
+
+    pieces: list[_Piece]
+    start: int
+    size: int
+
+
 class StageLayout:
     """What steps of one layout have in common: where the rows of hosts lie in the values.
 
@@ -112,6 +138,9 @@ class StageLayout:
         self._forms: dict[Any, _Form] = {}
         self._fits: dict[tuple[Any, tuple[_Form, ...]], tuple[int, list[_Fit]]] = {}
         self._patterns: dict[Any, _Pattern] = {}
+        #: What the last step that was compared has reached, and what its hosts got of it, if that was one part each.
+        self.reached: _Reachings | None = None
+        self.given: dict[Any, GivenShare] = {}
 
     def has_rows(self, tensor: torch.Tensor, *, by_request: bool) -> bool:
         """Whether a tensor has a row of each token or request."""
@@ -177,6 +206,7 @@ class StagedStep:
         self.readings: list[Reading] = []
         self._buffers: list[RowBuffer] = []
         self._next = 0
+        self._compared = False
         #: How many bytes are staged.
         self.size = 0
         self._copied: torch.cuda.Event | None = None
@@ -256,11 +286,34 @@ class StagedStep:
             self._copied = free.pop() if free else torch.cuda.Event()
             self._copied.record()
 
+    def compare(self) -> None:
+        """Note whether all is as in the step before of the same layout: hosts then get what they got of that one."""
+        layout, buffers = self._layout, self._buffers
+        reached = _Reachings(self.readings) if len(buffers) == 1 else None
+        if reached is None or layout.reached is None or not reached.like(layout.reached):
+            layout.given.clear()
+        layout.reached, self._compared = reached, reached is not None
+
     # --- what hosts get -----------------------------------------------------------------------------------------------
 
     def share_of(self, host: Any) -> HostShare:
         """What a host gets."""
-        return HostShare(self, [reading for reading in self.readings if host in reading.hosts], host)
+        return HostShare(self, host)
+
+    def given(self, host: Any) -> GivenShare | None:
+        """What the host got of the last step, if this step was compared with it and is like it."""
+        return self._layout.given.get(host) if self._compared else None
+
+    def give(self, host: Any, given: GivenShare) -> None:
+        """Note what the host gets, all of it in one part."""
+        if self._compared:
+            self._layout.given[host] = given
+
+    @property
+    def buffer(self) -> RowBuffer:
+        """The one buffer of a step that is like another."""
+        (buffer,) = self._buffers
+        return buffer
 
     def fits(self, host: Any, reading: Reading) -> tuple[int, list[_Fit]]:
         """A host's rows in a value, and how many bytes they take together."""
@@ -301,14 +354,25 @@ class StagedStep:
 class HostShare:
     """What a host gets of a step."""
 
-    def __init__(self, step: StagedStep, readings: list[Reading], host: Any) -> None:
-        self._step, self._readings, self._host = step, readings, host
+    def __init__(self, step: StagedStep, host: Any) -> None:
+        self._step, self._host = step, host
+
+    @cached_property
+    def _readings(self) -> list[Reading]:
+        return [reading for reading in self._step.readings if self._host in reading.hosts]
 
     def _size(self, reading: Reading) -> int:
         return self._step.fits(self._host, reading)[0]
 
+    @property
+    def given(self) -> GivenShare | None:
+        """What the host got of the last step, if this one is like it."""
+        return self._step.given(self._host)
+
     def parts(self) -> list[list[Reading]]:
         """The values of which it wants rows, in parts of which each has a message."""
+        if self.given is not None:
+            return [self._readings]
         parts: list[list[Reading]] = []
         size = 0
         for reading in self._readings:
@@ -320,38 +384,55 @@ class HostShare:
             size += more
         return parts
 
-    def give(
-        self, readings: list[Reading], memory: RowMemory, passed: Any, before: int
-    ) -> tuple[list[Reached], HostRows] | None:
-        """What a host is told of some values, and its rows of them.
+    def give(self, readings: list[Reading], memory: RowMemory) -> tuple[int, HostRows] | None:
+        """Find room for a host's rows of some values.
 
         Args:
             readings: one of the `parts`.
             memory: where its rows go.
-            passed: the numbers of the locations that the model has passed in the step.
-            before: how many of these the host has been told.
 
         Returns:
-            `None` if the memory has no room yet.
+            The first byte in the memory, and the rows; `None` if the memory has no room yet.
         """
-        start = memory.room(sum([self._size(reading) for reading in readings]))
+        step, given = self._step, self.given
+        size = sum([self._size(reading) for reading in readings]) if given is None else given.size
+        start = memory.room(size)
         if start is None:
             return None
-        events: list[Reached] = []
+        step.join()
+        if given is not None:
+            return start, HostRows(step, given.pieces, (step.buffer, start - given.start))
         pieces: list[_Piece] = []
+        there = start
+        for reading in readings:
+            for one, fit in zip(reading.tensors, step.fits(self._host, reading)[1], strict=True):
+                if not pieces or not pieces[-1].takes(one):
+                    pieces.append(_Piece(one, there, fit.size, fit.index))
+                there += fit.size
+        if len(readings) == len(self._readings):
+            step.give(self._host, GivenShare(pieces, start, size))
+        return start, HostRows(step, pieces)
+
+    def events(self, readings: list[Reading], start: int, passed: Any, before: int) -> list[Reached]:
+        """What the host is told of some values.
+
+        Args:
+            readings: one of the `parts`.
+            start: the first byte of its rows of them in its memory.
+            passed: the numbers of the locations that the model has passed in the step.
+            before: how many of these the host has been told.
+        """
+        events: list[Reached] = []
         for reading in readings:
             shapes = []
-            for one, (size, shape, index) in zip(reading.tensors, self._step.fits(self._host, reading)[1], strict=True):
-                if not pieces or not pieces[-1].takes(one):
-                    pieces.append(_Piece(one, start, size, index))
+            for one, (size, shape, _) in zip(reading.tensors, self._step.fits(self._host, reading)[1], strict=True):
                 shapes.append(Shape(one.form.dtype, shape, start))
                 start += size
             told = passed[before : reading.passed].tobytes()
             events.append(Reached(reading.location, Shared(reading.skeleton, shapes), told, reading.by_request))
             # The host counts the location itself.
             before = reading.passed + 1
-        self._step.join()
-        return events, HostRows(self._step, pieces)
+        return events
 
 
 class _Piece:
@@ -374,20 +455,38 @@ class _Piece:
         self._count += 1
         return True
 
-    def arrive(self, memory: RowMemory) -> None:
-        """Copy the rows to a host's memory."""
+    def arrive(self, memory: RowMemory, buffer: RowBuffer, shift: int) -> None:
+        """Copy the rows to a host's memory.
+
+        Args:
+            memory: the host's.
+            buffer: where the values are.
+            shift: how many bytes further they go than they did in the step that the piece was made for.
+        """
         form = self._form
         if form.row:
             shape, strides = (self._count, form.count, form.row), (self._distance, form.row, 1)
-            held = np.ndarray(shape, np.uint8, self._first.buffer.array, self._first.start, strides)
-            memory.put_rows(held, self._index, self._start, self._size)
+            held = np.ndarray(shape, np.uint8, buffer.array, self._first.start, strides)
+            memory.put_rows(held, self._index, self._start + shift, self._size)
+
+    @property
+    def buffer(self) -> RowBuffer:
+        """Where the values are of the step that the piece was made for."""
+        return self._first.buffer
 
 
 class HostRows:
-    """A host's rows of some values, on their way to its memory."""
+    """A host's rows of some values, on their way to its memory.
 
-    def __init__(self, step: StagedStep, pieces: list[_Piece]) -> None:
-        self._step, self._pieces = step, pieces
+    Args:
+        step: that has reached the values.
+        pieces: of the rows.
+        moved: if the pieces were made for an earlier step, where this step's values are, and how many bytes further
+            they go.
+    """
+
+    def __init__(self, step: StagedStep, pieces: list[_Piece], moved: tuple[RowBuffer, int] | None = None) -> None:
+        self._step, self._pieces, self._moved = step, pieces, moved
 
     @property
     def done(self) -> bool:
@@ -398,7 +497,7 @@ class HostRows:
         """Copy the rows to `memory`. Waits until all values are on the host."""
         self._step.wait()
         for piece in self._pieces:
-            piece.arrive(memory)
+            piece.arrive(memory, *(self._moved or (piece.buffer, 0)))
         self.drop()
 
     def drop(self) -> None:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
+import msgspec
+import torch
+
 from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import Arrived, Reply, Wait
+from tracewire_engine.protocol.block_host import (
+    Arrived,
+    Began,
+    Ended,
+    Event,
+    Reached,
+    Repeated,
+    Reply,
+    Steered,
+    Turn,
+    Wait,
+)
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace
+from tracewire_engine.worker.block_host.rows import StepRows
+from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
 
 
 class Host:
@@ -99,3 +116,123 @@ def test_a_host_owes_the_turns_that_it_has_not_taken() -> None:
     assert one.process.given.returned == 0
     one.took(2, 0)
     assert not one.owes(0.0)
+
+
+class Steps:
+    """Steps in which a host reads one value."""
+
+    def __init__(self) -> None:
+        self.host = host(reads=True)
+        self.index = 0
+        self.rows = StepRows([(0, 1), (1, 1)], [0, 1], 2, 2)
+        self.layout = StageLayout({self.host: self.rows})
+
+    def begin(self, *names: str) -> None:
+        self.host.begin([(name, 1, self.index) for name in names or ("a", "b")], self.rows)
+        self.index += 1
+
+    def read(self, passed: array[int], width: int = 2) -> None:
+        step = StagedStep(self.layout, pinned=False)
+        step.reach("here", torch.zeros(2, width), [self.host], 2, by_request=False, rows_only=False)
+        step.compare()
+        share = step.share_of(self.host)
+        for readings in share.parts():
+            self.host.read(share, readings, passed)
+
+    def run(self, *passed: int, width: int = 2) -> None:
+        """Run a step in which the model passes these locations."""
+        self.begin()
+        self.read(array("H", passed), width)
+        self.host.end(array("H", passed))
+
+    def told(self) -> list[Event]:
+        """The events that the host has been told since the last call."""
+        self.host.send([], waits=False)
+        process: Any = self.host.process
+        messages, process.sent = process.sent, []
+        return [event for message in messages for event in msgspec.msgpack.decode(message, type=Turn).events]
+
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.told()]
+
+
+WHOLE = [Began, Reached, Ended]
+
+
+def test_a_step_like_the_last_one_is_told_as_its_first_byte() -> None:
+    steps = Steps()
+    steps.run(0, 1, 2, 3)
+    assert steps.kinds() == WHOLE
+    for _ in range(3):
+        steps.run(0, 1, 2, 3)
+    again = steps.told()
+    assert [type(event) for event in again] == [Repeated] * 3
+    assert len({event.start for event in again if isinstance(event, Repeated)}) == 3
+
+
+def test_a_step_that_differs_in_anything_is_told_whole() -> None:
+    steps = Steps()
+    steps.run(0, 1, 2, 3)
+    for passed, width in (((0, 1, 2), 2), ((4, 1, 2), 2), ((4, 1, 2), 3), ((4, 1, 2, 0), 3)):
+        steps.told()
+        steps.run(*passed, width=width)
+        assert steps.kinds() == WHOLE
+        steps.run(*passed, width=width)
+        assert steps.kinds() == [Repeated]
+    # Another token than the next one.
+    steps.index += 1
+    steps.run(*passed, width=width)
+    assert steps.kinds() == WHOLE
+    # Another request in the same place.
+    steps.begin("a", "c")
+    steps.read(array("H", passed), width)
+    steps.host.end(array("H", passed))
+    (began, _, _) = steps.told()
+    assert began == Began([], [("a", 1, steps.index - 1), ("c", 1, steps.index - 1)])
+
+
+def test_a_step_with_news_is_told_whole() -> None:
+    steps = Steps()
+    steps.run(0, 1, 2)
+    steps.told()
+    add(steps.host, "new", {"here"})
+    steps.run(0, 1, 2)
+    assert steps.kinds() == WHOLE
+    # Live parameters change before a step, and within one.
+    steps.host.tell(Steered(b""))
+    steps.run(0, 1, 2)
+    assert steps.kinds() == [Steered, Repeated]
+    steps.begin()
+    steps.host.tell(Steered(b""))
+    steps.read(array("H", (0, 1, 2)))
+    steps.host.end(array("H", (0, 1, 2)))
+    assert steps.kinds() == [Began, Steered, Reached, Ended]
+
+
+def test_a_step_that_is_sent_before_it_ends_is_told_in_pieces() -> None:
+    steps = Steps()
+    steps.run(0, 1, 2)
+    steps.told()
+    steps.begin()
+    steps.read(array("H", (0, 1, 2)))
+    assert steps.kinds() == [Began, Reached]
+    steps.read(array("H", (0, 1, 2)))
+    steps.host.end(array("H", (0, 1, 2)))
+    assert steps.kinds() == [Reached, Ended]
+    # The host read two values in that step.
+    steps.run(0, 1, 2)
+    assert steps.kinds() == WHOLE
+    steps.run(0, 1, 2)
+    assert steps.kinds() == [Repeated]
+
+
+def test_a_step_that_reads_twice_is_told_whole() -> None:
+    steps = Steps()
+    for _ in range(2):
+        steps.run(0, 1, 2)
+    steps.told()
+    steps.begin()
+    for _ in range(2):
+        steps.read(array("H", (0, 1, 2)))
+    steps.host.end(array("H", (0, 1, 2)))
+    assert steps.kinds() == [Began, Reached, Reached, Ended]

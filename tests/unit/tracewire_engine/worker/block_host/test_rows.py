@@ -24,9 +24,11 @@ def given(value: Any, **how: bool) -> Any:
     step, memory = StagedStep(StageLayout({"host": ROWS}), pinned=False), RowMemory.create(1 << 16)
     step.reach("", value, ["host"], 0, **{"by_request": False, "rows_only": False, **how})
     share = step.share_of("host")
-    found = share.give(share.parts()[0], memory, array("H"), 0)
+    (readings,) = share.parts()
+    found = share.give(readings, memory)
     assert found is not None
-    (event,), rows = found
+    start, rows = found
+    (event,) = share.events(readings, start, array("H"), 0)
     rows.arrive(memory)
     return unpack_value(event.value, lambda _, shape: memory.read(shape), lambda other: other)
 

@@ -6,6 +6,7 @@ import threading
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nnsight.intervention.source import NO_SKIP
@@ -14,7 +15,7 @@ from tests.support.hosted_model import HostedModel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
 from tracewire_engine.protocol.block_host import Reached
 from tracewire_engine.worker.block_host import hosted_blocks, staged_step
-from tracewire_engine.worker.block_host.host import LateTurn
+from tracewire_engine.worker.block_host.host import LateTurn, _ToldStep
 from tracewire_engine.worker.block_host.row_buffer import RowBuffer
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.staged_step import HostRows, StagedStep, StageLayout
@@ -69,12 +70,12 @@ def staged(values: list[Any], *, rows_only: bool = False) -> StagedStep:
 def given(step: StagedStep, host: str, rows: StepRows, memory: RowMemory) -> list[Reached]:
     share, told, before = step.share_of(host), [], 0
     for readings in share.parts():
-        found = share.give(readings, memory, array("H", range(9)), before)
+        found = share.give(readings, memory)
         assert found is not None
-        events, late = found
+        start, late = found
         assert late.done
         late.arrive(memory)
-        told += events
+        told += share.events(readings, start, array("H", range(9)), before)
         before = readings[-1].passed + 1
     return told
 
@@ -109,12 +110,13 @@ def test_values_of_one_form_are_copied_together() -> None:
     for layer, value in enumerate(layers):
         step.reach(f"at.{layer}", (value, value + 0.5), ["one"], layer, by_request=False, rows_only=False)
     share, memory = step.share_of("one"), RowMemory.create(1 << 16)
-    found = share.give(share.parts()[0], memory, array("H", range(20)), 0)
+    (readings,) = share.parts()
+    found = share.give(readings, memory)
     assert found is not None
-    events, late = found
+    start, late = found
     assert len(late._pieces) == 1
     late.arrive(memory)
-    for layer, event in enumerate(events):
+    for layer, event in enumerate(share.events(readings, start, array("H", range(20)), 0)):
         hidden, more = numbered(event.value, memory)
         assert hidden.tolist() == [[layer] * 8] * 3
         assert more.tolist() == [[layer + 0.5] * 8] * 3
@@ -128,7 +130,60 @@ def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.Mon
     share = step.share_of("one")
     assert [len(part) for part in share.parts()] == [2, 2, 1]
     # A memory that has no room for a part yet.
-    assert share.give(share.parts()[0], RowMemory.create(64), array("H", range(5)), 0) is None
+    assert share.give(share.parts()[0], RowMemory.create(64)) is None
+
+
+def compared(
+    layout: StageLayout, values: list[Any], *, passed: int = 1, hosts: tuple[str, ...] = ("one",)
+) -> StagedStep:
+    """A step of a layout that was compared with the one before."""
+    step = StagedStep(layout, pinned=False)
+    for place, value in enumerate(values):
+        step.reach(f"at.{place}", value, list(hosts), passed * place, by_request=False, rows_only=False)
+    step.compare()
+    step.seal()
+    return step
+
+
+def test_a_step_like_the_one_before_gives_a_host_the_same_rows() -> None:
+    layout, memory = StageLayout({"one": ONE, "other": OTHER}), RowMemory.create(1 << 16)
+    steps = []
+    for number in range(3):
+        step = compared(layout, [(torch.arange(12.0).view(6, 2) + number, torch.arange(6) * number)] * 2)
+        assert (step.share_of("one").given is not None) == bool(number)
+        steps.append((step, given(step, "one", ONE, memory)))
+    for number, (_, told) in enumerate(steps):
+        for event in told:
+            hidden, ids = numbered(event.value, memory)
+            assert hidden.tolist() == [
+                [number, number + 1.0],
+                [6.0 + number, 7.0 + number],
+                [8.0 + number, 9.0 + number],
+            ]
+            assert ids.tolist() == [0, 3 * number, 4 * number]
+
+
+def test_a_step_that_differs_is_not_like_the_one_before() -> None:
+    layout, memory = StageLayout({"one": ONE, "other": OTHER}), RowMemory.create(1 << 16)
+    values = [torch.zeros(6, 2), torch.zeros(6, 3)]
+
+    def is_like(values: list[Any], **how: Any) -> bool:
+        step = compared(layout, values, **how)
+        like = step.share_of("one").given is not None
+        given(step, "one", ONE, memory)
+        return like
+
+    assert not is_like(values)
+    assert is_like(values)
+    assert not is_like(values[:1])
+    assert not is_like(values)
+    assert not is_like([values[0], torch.zeros(6, 3, dtype=torch.int32)])
+    assert not is_like(values)
+    assert not is_like(values, passed=2)
+    assert not is_like(values, hosts=("one", "other"))
+    # 1 equals True, but is another value.
+    assert not is_like([(values[0], 1)])
+    assert not is_like([(values[0], True)])
 
 
 def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +193,7 @@ def test_memory_is_used_again_when_all_have_their_rows(monkeypatch: pytest.Monke
     shares = [step.share_of("one"), step.share_of("other")]
     late: list[HostRows] = []
     for share in shares:
-        found = share.give(share.parts()[0], memory, array("H"), 0)
+        found = share.give(share.parts()[0], memory)
         assert found is not None
         late.append(found[1])
     step.leave()
@@ -277,3 +332,28 @@ def test_hosts_that_the_model_waits_for_begin_a_step_before_that() -> None:
     # `Began` of later steps is not in the turn that the model waits for.
     assert ["Reached"] in turns[2:]
     assert not any({"Began", "Reached"} <= set(turn) for turn in turns[2:])
+
+
+def test_hosts_are_told_of_steps_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated: list[bool] = []
+    repeats = _ToldStep.repeats
+
+    def noted(self: _ToldStep, *given: Any) -> bool:
+        repeated.append(repeats(self, *given))
+        return repeated[-1]
+
+    monkeypatch.setattr(_ToldStep, "repeats", noted)
+    source = "kept = [].save()\nfor step in tracer.iter[:]:\n    kept.append(model.model.layers[1].output[0].clone())\n"
+    model = HostedModel()
+    try:
+        told = model.run({"a": source, "b": source}, steps=6)
+        # The first step has two tokens of each request, and the second one token.
+        assert repeated == [True] * 4
+        monkeypatch.setattr(_ToldStep, "repeats", lambda self, *given: False)
+        whole = model.run({"c": source, "d": source}, steps=6)
+    finally:
+        model.close()
+    for one, other in zip(told.values(), whole.values(), strict=True):
+        assert len(one.saves["kept"]) == 6
+        assert all(map(np.array_equal, one.saves["kept"], other.saves["kept"]))
+        assert len({str(kept) for kept in one.saves["kept"][1:3]}) == 2
