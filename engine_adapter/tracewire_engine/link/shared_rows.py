@@ -18,6 +18,8 @@ import torch
 
 from tracewire_engine.protocol.block_host import Shape, Shared
 
+from .memory import copy_bytes, same_bytes
+
 __all__ = [
     "OPAQUE",
     "CopiedRows",
@@ -69,7 +71,7 @@ class RowBytes:
 
     def __init__(self, data: torch.Tensor) -> None:
         self._bytes, self.size = data, data.numel()
-        self._array = data.numpy()
+        self._array, self._address = data.numpy(), data.data_ptr()
 
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> RowBytes:
@@ -83,10 +85,11 @@ class RowBytes:
         Raises:
             SharedValueError: there is no such tensor.
         """
-        size, dtype = self.check(shape), _DTYPES[shape.dtype]
-        if not size:
-            return torch.empty(shape.shape, dtype=dtype)
-        return self._bytes[shape.start : shape.start + size].view(dtype).view(shape.shape).clone()
+        size = self.check(shape)
+        found = torch.empty(shape.shape, dtype=_DTYPES[shape.dtype])
+        if size:
+            copy_bytes(found.data_ptr(), self._address + shape.start, size)
+        return found
 
     def check(self, shape: Shape) -> int:
         """Check that a tensor lies in this memory. Returns how many bytes it takes.
@@ -236,17 +239,10 @@ class RowMemory(RowBytes):
 
     def equals(self, tensor: torch.Tensor, shape: Shape) -> bool:
         """Whether a tensor has the very bytes that lie there, NaN included."""
-        size = tensor.nbytes
-        if not size:
-            return True
-        own = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        there = self._array[shape.start : shape.start + size]
-        # Eight bytes at a time: single ones take ten times as long.
-        eights = size - size % 8
-        return bool(
-            np.array_equal(own[:eights].view(np.int64), there[:eights].view(np.int64))
-            and np.array_equal(own[eights:], there[eights:])
-        )
+        size, own = tensor.nbytes, tensor.contiguous()
+        if shape.start + size > self.size:
+            return False
+        return same_bytes(own.data_ptr(), self._address + shape.start, size)
 
     def close(self) -> None:
         """Let go of the memory, once no tensor refers to it."""

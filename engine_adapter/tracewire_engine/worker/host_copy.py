@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+import numpy as np
 import torch
 
 from tracewire_bus.wire.arrays import array_header, array_payload, encoded_array
@@ -24,6 +25,7 @@ from tracewire_bus.wire.digests import array_digest
 from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
 from tracewire_bus.wire.messages import Append
 from tracewire_bus.wire.refs import DTYPES
+from tracewire_engine.link.memory import same_bytes
 
 if TYPE_CHECKING:
     from tracewire_engine.protocol.messages import Batch
@@ -62,6 +64,7 @@ class PinnedCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._settled: memoryview | None = None
+        self._address = 0
         if not tensor.is_cuda:
             self._settled = memoryview(tensor.numpy())
             return
@@ -123,6 +126,12 @@ class PinnedCopy:
         assert self._settled is not None
         return self._settled
 
+    def address(self) -> int:
+        """Where the bytes lie, for as long as this object lives. Waits for the copy."""
+        if not self._address:
+            self._address = np.frombuffer(self.bytes(), np.uint8).ctypes.data
+        return self._address
+
 
 class HostArray:
     """An array whose copy to host memory is done or running. A delta holds it until the delta is encoded."""
@@ -161,6 +170,20 @@ class HostArray:
     def same(self, other: HostArray) -> bool:
         """Whether the other array has the same dtype, shape and elements. Waits for both copies."""
         return self.alike(other) and self.raw().tobytes() == other.raw().tobytes()
+
+    def is_in(self, tensor: Any) -> bool:
+        """Whether a value is a tensor in host memory with this dtype and shape, and these elements without gaps.
+
+        Neither is copied. Of any other value this may be false although it is equal.
+        """
+        return (
+            _plain(tensor)
+            and tensor.is_cpu
+            and tensor.shape == self._shape
+            and TORCH_DTYPES.get(tensor.dtype) == self._dtype
+            and tensor.is_contiguous()
+            and same_bytes(tensor.data_ptr(), self._copy.address() + self._start, self.nbytes)
+        )
 
     def alike(self, other: HostArray) -> bool:
         """Whether the other array has the same dtype and shape."""
