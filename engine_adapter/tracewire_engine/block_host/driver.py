@@ -174,13 +174,15 @@ class Driver:
                 time_limit.limit_turns(limit, alone=True)
             time_limit.limit_together(limit - used if limit else None)
             self._names += turn.names
-            reply = Reply()
+            reply, odd = Reply(), False
             with time_limit.timer_once():
                 for event in self._told.events(turn.events):
                     self._expect_unchanged(reply)
                     if isinstance(event, Began):
                         time_limit.limit_together(limit or None)
                         usual = not event.new
+                    # What is done when a request begins or ends says nothing of other steps.
+                    odd = odd or not usual or isinstance(event, Finished)
                     self._take(event, reply)
                     ended += isinstance(event, Ended)
                     if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
@@ -188,7 +190,7 @@ class Driver:
                         self._link.flush(turns + ended, mark, replied=False)
             turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
-            used_us = (time.thread_time_ns() - worked) // (1000 * max(1, ended)) if usual else 0
+            used_us = (time.thread_time_ns() - worked) // (1000 * max(1, ended)) if not odd else 0
             if not turn.waits:
                 self._expect_unchanged(reply)
             else:

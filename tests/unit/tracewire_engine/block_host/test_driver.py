@@ -23,6 +23,7 @@ from tracewire_engine.protocol.block_host import (
     Arrived,
     Began,
     Ended,
+    Finished,
     Reached,
     Reply,
     Report,
@@ -108,6 +109,20 @@ def test_a_turn_is_answered_with_what_the_blocks_changed(hosted: Hosted) -> None
     hosted.turn(Ended(b""), waits=False, mark=640)
     report = hosted.reported()
     assert (report.turns, report.mark, len(report.steps)) == (2, 640, 1)
+
+
+def test_a_host_says_how_long_steps_take_in_which_no_request_begins_or_ends(hosted: Hosted) -> None:
+    source = "kept = [].save()\nfor _ in tracer.iter[:]:\n    kept.append(model.model.layers[0].output[0].clone())"
+    began, reached = hosted.reached(source, torch.zeros(2, 512))
+    hosted.turn(began, reached, Ended(b""), waits=False)
+    used = [hosted.reported().used_us]
+    for index in (1, 2):
+        hosted.turn(Began([], [(ID, 2, index)]), reached, Ended(b""), waits=False)
+        used.append(hosted.reported().used_us)
+    hosted.turn(Began([], [(ID, 2, 3)]), reached, Ended(b""), Finished(ID, 4), waits=False)
+    last = hosted.reported()
+    assert len(last.finishes) == 1
+    assert [one > 0 for one in (*used, last.used_us)] == [False, True, True, False]
 
 
 def test_what_is_replaced_comes_back_whole(hosted: Hosted) -> None:
