@@ -9,8 +9,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +38,9 @@ _ALIGNED = 64
 
 #: Up to which byte memory is given out, unless one value needs more.
 _TURN = 32 << 20
+
+#: Before how many pieces a gap is looked for at first.
+_LOOKED_AT = 64
 
 #: The kinds of a skeleton's nodes. All but plain values are lists that begin with one of these.
 _TENSOR, _TUPLE, _LIST, _DICT, _OTHER = range(5)
@@ -163,9 +168,9 @@ class RowMemory(RowBytes):
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
         self.descriptor = descriptor
         self.taken = self.returned = 0
-        self._next = 0
-        #: The pieces that were given out, the oldest first.
+        #: The pieces that were given out, the oldest first; and where each lies, by their first bytes.
         self._given: deque[_Given] = deque()
+        self._places: list[tuple[int, int]] = []
 
     @classmethod
     def create(cls, size: int) -> RowMemory:
@@ -181,25 +186,32 @@ class RowMemory(RowBytes):
         Bytes near the beginning come first: memory that was written a moment ago takes less time to write again.
         """
         size = aligned(size)
-        given, returned = self._given, self.returned
+        given, places, returned = self._given, self._places, self.returned
         while given and given[0].taken <= returned:
-            given.popleft()
-        turn = min(self.size, max(_TURN, 2 * size))
-        start = self._next
-        if not given:
-            start, end = 0, self.size
-        elif start > (oldest := given[0].start):
-            # Free are those behind the newest bytes, and those before the oldest.
-            start, end = (0, oldest) if size <= oldest else (start, turn)
-        else:
-            end = oldest
-        if start + size > end:
+            first = given.popleft()
+            del places[bisect_left(places, (first.start, 0))]
+        start = self._gap(size, _LOOKED_AT)
+        if start is None and len(places) > _LOOKED_AT:
+            start = self._gap(size, len(places))
+        if start is None:
             return None
         self.taken += size
-        self._next = start + size
         if size:
             given.append(_Given(self.taken, start))
+            insort(places, (start, start + size))
         return start
+
+    def _gap(self, size: int, most: int) -> int | None:
+        """The first byte of `size` free ones: before one of the first `most` pieces, or behind the last one."""
+        places, start = self._places, 0
+        for first, end in islice(places, most):
+            if first - start >= size:
+                return start
+            start = end
+        if len(places) > most:
+            start = places[-1][1]
+        limit = min(self.size, max(_TURN, 2 * size)) if places else self.size
+        return start if start + size <= limit else None
 
     def reset(self) -> None:
         """Count all bytes as returned."""

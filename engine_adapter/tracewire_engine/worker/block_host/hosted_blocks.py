@@ -39,8 +39,9 @@ __all__ = ["HostedBlocks", "valid_samples"]
 #: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
 _IDLE_S = 120.0
 
-#: How many bytes of values are staged before hosts are told of them within a step.
-_MOST_STAGED = 64 << 20
+#: How many bytes of values are staged before hosts are told of them within a step; and how many a step has at least
+#: whose rows the thread that passes on reports copies to the hosts, so that the model's thread does not.
+_MOST_STAGED, _COPIED_LATER = 64 << 20, 1 << 20
 
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _encode = msgspec.msgpack.Encoder().encode
@@ -370,8 +371,7 @@ class HostedBlocks:
         staged, self._staged = self._staged, None
         if staged is None:
             return
-        readers = [host for host in self._active if host.reads is not None]
-        self._expected = staged.size
+        readers, self._expected = [host for host in self._active if host.reads is not None], staged.size
         self._turns.give(readers, staged, whole=True)
         staged.leave()
         for host in readers if wait else ():
@@ -385,8 +385,9 @@ class HostedBlocks:
         for host in self._active:
             if host.failure is None:
                 host.end(self._turns.passed)
-                # It is told of the next step soon.
-                self._turns.send(host, later=self._reports.short)
+                # It is told of the next step soon, or another thread copies its rows.
+                copied = host.reads is not None and self._expected >= _COPIED_LATER
+                self._turns.send(host, later=self._reports.short or copied)
             else:
                 host.drop_untold()
         self._active, self._watching = [], {}

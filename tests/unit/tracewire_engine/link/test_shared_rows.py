@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import Any
 
 import pytest
@@ -69,10 +70,26 @@ def test_memory_that_was_written_a_moment_ago_comes_first() -> None:
     assert starts == [0, size, 2 * size]
     memory.returned = marks[0]
     assert memory.room(size) == 0
-    # The second and the third are still read, and nothing is free before them.
-    assert memory.room(size) is None
+    # The second and the third are still read.
+    assert memory.room(size) == 3 * size
     memory.returned = marks[2]
     assert memory.room(size) == size
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3, 15, 100])
+def test_a_reader_that_is_behind_keeps_nobody_waiting_while_there_is_room(behind: int) -> None:
+    size, marks = 64 << 10, deque[int]()
+    memory = RowMemory.create((behind + 1) * size)
+    most = 0
+    for _ in range(3 * behind + 20):
+        if len(marks) > behind:
+            memory.returned = marks.popleft()
+        start = memory.room(size)
+        assert start is not None
+        most = max(most, start)
+        marks.append(memory.taken)
+    assert most == behind * size
+    assert memory.room(size) is None
 
 
 @pytest.mark.parametrize("size", [1, 8, 13, 64])
