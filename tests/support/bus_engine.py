@@ -97,6 +97,9 @@ class Stage:
         #: Whether its final was queued for the stream.
         self.ended = False
         self._changes = [decode_change(data) for data in opened.changes]
+        #: How many changes have come, and how many of them the script has waited for.
+        self._came = len(self._changes)
+        self._waited_for = 0
         self._changed = anyio.Event()
         #: By whom it is paused, if it is.
         self.paused = opened.paused
@@ -119,6 +122,7 @@ class Stage:
         self.live.update(change.values)
         self.live_version = change.version
         self._changes.append(change)
+        self._came += 1
         self._changed.set()
 
     async def hold(self, by: str, *, resume: bool = False) -> None:
@@ -136,8 +140,9 @@ class Stage:
             await self._resumed.wait()
 
     async def steered(self) -> None:
-        """Wait for a change, unless one has come that no event tells of."""
-        if not self._changes:
+        """Wait for a change that no earlier call has waited for. An output may have told of it already."""
+        self._waited_for += 1
+        while self._came < self._waited_for:
             self._changed = anyio.Event()
             await self._changed.wait()
 

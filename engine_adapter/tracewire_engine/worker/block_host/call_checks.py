@@ -23,8 +23,9 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
     themselves, wherever they are called (`checked_widths`).
 
     Raises:
-        ValueError: they have too many rows, different numbers of rows, indices of no row of the module's weights and
-            buffers, or a norm's have another width or kind of number than its weight.
+        ValueError: they have too many rows or different numbers of rows; an index is of no row of an embedding, or of
+            another module's weights and buffers; or rows for a norm have another width or kind of number than its
+            weight.
     """
     rows = [one.numel() if _counts(one) else math.prod(one.shape[:-1]) for one in tensors]
     if sum(rows) > most_rows:
@@ -34,17 +35,19 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
         )
     if len(set(rows)) > 1:
         raise ValueError(f"the tensors of a call have {' and '.join(map(str, rows))} rows; give them as many each")
+    counts = [one for one in tensors if _counts(one)]
+    if embeds := hasattr(module, "num_embeddings"):
+        # A rank that holds a part of the table takes the indices of the whole one.
+        _check_indices(counts, module.num_embeddings)
+    if embeds or _is_linear(module):
+        return
     weights = list(module.parameters())
-    tables = [one.shape[0] for one in (*weights, *module.buffers()) if one.ndim]
-    most = min(tables, default=0)
+    _check_indices(counts, min((one.shape[0] for one in (*weights, *module.buffers()) if one.ndim), default=0))
     widths = {(one.shape[-1], one.dtype) for one in weights if one.ndim == 1}
-    for tensor in () if _is_linear(module) else tensors:
-        if _counts(tensor):
-            if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
-                raise ValueError(f"indices from {int(tensor.min())} to {int(tensor.max())} of a table of {most} rows")
-        elif weights and len(widths) == 1 and all(one.ndim == 1 and one.numel() for one in weights):
-            ((width, dtype),) = widths
-            if (tuple(tensor.shape[-1:]), tensor.dtype) != ((width,), dtype):
+    if len(widths) == 1 and all(one.ndim == 1 and one.numel() for one in weights):
+        ((width, dtype),) = widths
+        for tensor in tensors:
+            if not _counts(tensor) and (tuple(tensor.shape[-1:]), tensor.dtype) != ((width,), dtype):
                 raise _misfit(module, width, dtype, tensor)
 
 
@@ -65,6 +68,7 @@ def checked_widths(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _is_linear(module: Any) -> bool:
+    """Whether vLLM multiplies rows by its weight. An embedding's may be the head's, too."""
     return hasattr(module, "input_size") and callable(getattr(getattr(module, "quant_method", None), "apply", None))
 
 
@@ -92,6 +96,12 @@ def _misfit(module: torch.nn.Module, width: int, dtype: torch.dtype, rows: torch
         f"{type(module).__name__} takes rows of {width} numbers of {dtype}, and these are of {tuple(rows.shape[-1:])} "
         f"of {rows.dtype}"
     )
+
+
+def _check_indices(tensors: Iterable[torch.Tensor], most: int) -> None:
+    for tensor in tensors:
+        if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
+            raise ValueError(f"indices from {int(tensor.min())} to {int(tensor.max())} of a table of {most} rows")
 
 
 def _counts(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tracewire_engine.worker.block_host.call_checks import check_inputs, checked_widths
 
@@ -34,6 +35,17 @@ class Packed(torch.nn.Module):
         return self.quant_method.apply(self, rows)
 
 
+class Embedding(torch.nn.Module):
+    """An embedding as vLLM has it on one of two ranks: it has half the rows, and multiplies by them as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_embeddings = 8
+        self.input_size = WIDTH
+        self.weight = torch.nn.Parameter(torch.ones(4, WIDTH))
+        self.quant_method = UnquantizedEmbeddingMethod()
+
+
 @pytest.mark.parametrize(
     ("module", "tensors", "expected"),
     [
@@ -47,6 +59,9 @@ class Packed(torch.nn.Module):
         (torch.nn.Embedding(5, 2), [torch.tensor([0, 5])], "indices from 0 to 5 of a table of 5 rows"),
         (torch.nn.Embedding(5, 2), [torch.tensor([-1])], "indices from -1"),
         (torch.nn.Embedding(5, 2), [torch.zeros(1000, dtype=torch.int64)], "have 1000"),
+        (Embedding(), [torch.tensor([0, 7])], ""),
+        (Embedding(), [torch.tensor([8])], "indices from 8 to 8 of a table of 8 rows"),
+        (Embedding(), [torch.tensor([[3], [-1]])], "indices from -1"),
         (torch.nn.Linear(4, 2), [torch.ones(3, 9)], ""),
         (Packed(), [torch.ones(3, 9)], ""),
         (torch.nn.SiLU(), [torch.ones(3, 9)], ""),
