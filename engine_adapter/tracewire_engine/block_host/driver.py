@@ -40,7 +40,7 @@ from tracewire_engine.worker.large_arrays import encode
 
 from .session import Session
 from .stand_ins import tree_of
-from .told_steps import ToldSteps
+from .told_steps import RepeatedStep, ToldSteps, ValueChanged
 
 __all__ = ["Driver"]
 
@@ -178,14 +178,15 @@ class Driver:
             with time_limit.timer_once():
                 for event in self._told.events(turn.events):
                     self._expect_unchanged(reply)
-                    if isinstance(event, Began):
+                    if isinstance(event, (Began, RepeatedStep)):
                         time_limit.limit_together(limit or None)
                         usual = not event.new
                     # What is done when a request begins or ends says nothing of other steps.
                     odd = odd or not usual or isinstance(event, Finished)
                     self._take(event, reply)
-                    ended += isinstance(event, Ended)
-                    if isinstance(event, Ended) and ended < turn.turns and time.monotonic() - began > _SLOW_S:
+                    over = isinstance(event, (Ended, RepeatedStep))
+                    ended += over
+                    if over and ended < turn.turns and time.monotonic() - began > _SLOW_S:
                         # If the next step's blocks take long, what this one has saved is there.
                         self._link.flush(turns + ended, mark, replied=False)
             turns, mark = turns + turn.turns, turn.mark
@@ -203,12 +204,13 @@ class Driver:
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:
         if reply.edited or reply.replaced is not None:
-            # The model has gone on, so the change is lost.
-            raise RuntimeError("a block has changed a value although its source was taken to only read")
+            raise ValueChanged
 
     def _take(self, event: Any, reply: Reply) -> None:
         session = self._session
-        if isinstance(event, Reached):
+        if isinstance(event, RepeatedStep):
+            self._repeat(event)
+        elif isinstance(event, Reached):
             self._count(event.passed)
             self._reach(event, reply)
         elif isinstance(event, Ended):
@@ -222,6 +224,16 @@ class Driver:
             session.steer(event.changes)
         elif isinstance(event, Generated):
             session.generated(event.message)
+
+    def _repeat(self, step: RepeatedStep) -> None:
+        session = self._session
+        session.begin(step.began)
+        for reached, value in step.values(self._given, _other):
+            self._count(reached.passed)
+            if session.reach(reached.location, value, by_request=reached.by_request) is not value:
+                raise ValueChanged
+        self._count(step.passed)
+        session.end()
 
     def _count(self, passed: bytes) -> None:
         if passed:

@@ -30,6 +30,8 @@ __all__ = [
     "SharedValueError",
     "aligned",
     "pack_value",
+    "size_of",
+    "tensors_alone",
     "unpack_value",
 ]
 
@@ -102,7 +104,7 @@ class RowBytes:
         Raises:
             SharedValueError: there is no such tensor.
         """
-        size = _size_of(shape)
+        size = size_of(shape)
         if shape.start < 0 or shape.start % _ALIGNED or shape.start + size > self.size:
             raise SharedValueError(f"a tensor lies outside the shared memory: {shape!r}"[:200])
         return size
@@ -123,7 +125,7 @@ class RowBytes:
         """
         end = 0
         for shape in sorted(shapes, key=lambda one: one.start):
-            size = _size_of(shape)
+            size = size_of(shape)
             if size and shape.start < end:
                 raise SharedValueError("two tensors share their memory")
             end = max(end, shape.start + size)
@@ -262,7 +264,7 @@ class RowMemory(RowBytes):
         os.close(self.descriptor)
 
 
-def _size_of(shape: Shape) -> int:
+def size_of(shape: Shape) -> int:
     """How many bytes a tensor takes.
 
     Raises:
@@ -312,6 +314,13 @@ def pack_value(value: Any, write: Writer, other: Callable[[Any], Any]) -> Shared
         return [_OTHER, other(one)]
 
     return Shared(pack(value, 0), tensors)
+
+
+def tensors_alone(shared: Shared) -> str:
+    """`"tensor"` if a value is a tensor, `"tuple"` if it is a tuple of tensors in their order, and else `""`."""
+    if shared.skeleton == [_TENSOR, 0]:
+        return "tensor"
+    return "tuple" if shared.skeleton == [_TUPLE, *[[_TENSOR, at] for at in range(len(shared.tensors))]] else ""
 
 
 def unpack_value(shared: Shared, read: Callable[[int, Shape], torch.Tensor], other: Callable[[Any], Any]) -> Any:

@@ -30,7 +30,7 @@ from tracewire_engine.link.memory import same_bytes
 if TYPE_CHECKING:
     from tracewire_engine.protocol.messages import Batch
 
-__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "PinnedCopy", "elements", "encoded_late"]
+__all__ = ["TORCH_DTYPES", "HostArray", "HostCopy", "PinnedCopy", "appended", "elements", "encoded_late"]
 
 #: The smallest piece of pinned memory that is allocated, and the largest that is kept for later copies, in bytes.
 _LEAST_PINNED, _MOST_PINNED = 4096, 16 << 20
@@ -156,11 +156,6 @@ class HostArray:
         """The array's payload on the wire. Each call encodes it anew."""
         return array_payload(self._dtype, self._shape, self.raw())
 
-    def appended(self, name: str) -> bytes:
-        """The encoded deltas of a step that only appends this array to the list `name`. Waits for the copy."""
-        head, _ = array_header(self._dtype, self._shape, self._stop - self._start)
-        return b"".join((_appending(name), head, self.raw()))
-
     def digest(self) -> bytes:
         """The array's digest, which the first call computes."""
         if not self._digest:
@@ -207,10 +202,20 @@ def elements(arrays: Iterable[HostArray]) -> bytes:
     return b"".join(pieces)
 
 
+def appended(name: str, arrays: Iterable[HostArray]) -> bytes:
+    """The encoded deltas of a step that only appends these arrays to the list `name`. Waits for their copies."""
+    pieces: list[bytes | memoryview] = [b""]
+    for array in arrays:
+        start, stop = array._start, array._stop
+        pieces += array_header(array._dtype, array._shape, stop - start)[0], array._copy.bytes()[start:stop]
+    pieces[0] = _appending(name, len(pieces) // 2)
+    return b"".join(pieces)
+
+
 @lru_cache(maxsize=4096)
-def _appending(name: str) -> bytes:
-    """The encoded prefix of a step's deltas that append one item to the list `name`."""
-    return msgspec.msgpack.encode([Append(path=(name,), items=[msgspec.Raw(b"")])])
+def _appending(name: str, count: int) -> bytes:
+    """The encoded prefix of a step's deltas that append so many items to the list `name`."""
+    return msgspec.msgpack.encode([Append(path=(name,), items=[msgspec.Raw(b"")] * count)])
 
 
 def encoded_late(value: Any) -> Any:

@@ -27,7 +27,7 @@ from tracewire_engine.worker.blocks.standing_blocks import EditedRequest
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 from .blob_sender import BlobSender, Checked
-from .host_copy import HostArray, HostCopy, PinnedCopy, encoded_late
+from .host_copy import HostArray, HostCopy, PinnedCopy, appended, encoded_late
 from .requests import RequestProgress, TracedRequests
 from .save_tracker import Ending, SaveTracker
 
@@ -308,11 +308,10 @@ def _early_end(request: Request, progress: RequestProgress) -> str:
 def _encoded(deltas: list[Any]) -> bytes:
     """Encode a step's deltas. Waits for the copies of their arrays."""
     delta = deltas[0]
-    if len(deltas) == 1 and type(delta) is Append and len(delta.items) == 1 and len(delta.path) == 1:
-        item = delta.items[0]
-        if type(item) is HostArray:
-            # A shortcut for the most common case; the encoder would give the same bytes.
-            return item.appended(delta.path[0])
+    only = len(deltas) == 1 and type(delta) is Append and len(delta.path) == 1
+    if only and all(type(item) is HostArray for item in delta.items):
+        # A shortcut for the most common case; the encoder would give the same bytes.
+        return appended(delta.path[0], delta.items)
     return encode(deltas)
 
 

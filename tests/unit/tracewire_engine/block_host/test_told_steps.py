@@ -2,39 +2,136 @@
 
 from __future__ import annotations
 
-from tracewire_engine.block_host.told_steps import ToldSteps
-from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape, Shared, Steered
+from typing import Any
 
-FIRST = Reached("a", Shared([0, 0], [Shape("float32", (2,), 128), Shape("int8", (2,), 192)]), b"\x01\x00")
-SECOND = Reached("b", Shared([0, 0], [Shape("float32", (2,), 256)]), b"", by_request=True)
-STEP: list[Event] = [Began([Arrived("r", {})], [("r", 1, 4), ("s", 1, 7)]), FIRST, SECOND, Ended(b"\x02\x00")]
+import pytest
+import torch
+
+from tracewire_engine.block_host.told_steps import RepeatedStep, ToldSteps, ValueChanged
+from tracewire_engine.link.shared_rows import RowMemory, aligned, pack_value
+from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape, Steered
+
+#: How many bytes a step's rows lie behind those of the step before.
+STRIDE = 1 << 16
 
 
-def test_a_repeated_step_has_the_next_tokens_and_rows_elsewhere() -> None:
-    told = ToldSteps()
-    assert list(told.events([*STEP, Steered(b"")])) == [*STEP, Steered(b"")]
-    for token, start in ((5, 1024), (6, 64)):
-        begun, first, second, ended = told.events([Repeated(start)])
-        assert begun == Began([], [("r", 1, token), ("s", 1, token + 3)])
-        assert isinstance(first, Reached)
-        assert isinstance(second, Reached)
-        assert [shape.start for shape in first.value.tensors] == [start, start + 64]
-        assert [shape.start for shape in second.value.tensors] == [start + 128]
-        assert (first.location, first.passed, first.by_request) == ("a", b"\x01\x00", False)
-        assert (second.location, second.value.skeleton, second.by_request) == ("b", [0, 0], True)
-        assert ended == STEP[-1]
+class Steps:
+    """Writes steps of some values into shared memory, and has a host read what it is told of them."""
+
+    def __init__(self) -> None:
+        self.memory = RowMemory.create(1 << 21)
+        self.told = ToldSteps()
+
+    def write(self, values: list[Any], start: int) -> list[Event]:
+        """Write the values from byte `start` on. Returns what is told of a step that reaches them."""
+        place = start
+
+        def write(tensor: torch.Tensor) -> Shape:
+            nonlocal place
+            at, place = place, place + aligned(tensor.nbytes)
+            self.memory.write(tensor, at)
+            return Shape(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at)
+
+        reached = [
+            Reached(f"at{i}", pack_value(value, write, lambda _: None), bytes([i, 0]), by_request=bool(i % 2))
+            for i, value in enumerate(values)
+        ]
+        return [Began([Arrived("r", {})], [("r", 1, 4), ("s", 1, 7)]), *reached, Ended(b"\x09\x00")]
+
+    def begin(self, values: list[Any]) -> list[Event]:
+        """Tell of a first step."""
+        step = self.write(values, 0)
+        assert list(self.told.events(step)) == step
+        return step
+
+    def repeat(self, values: list[Any], number: int) -> RepeatedStep:
+        """Tell of another step, of which the values are these."""
+        self.write(values, number * STRIDE)
+        (step,) = self.told.events([Repeated(number * STRIDE)])
+        assert isinstance(step, RepeatedStep)
+        return step
+
+    def read(self, step: RepeatedStep) -> list[Any]:
+        """All of its values."""
+        return [value for _, value in step.values(self.memory, lambda one: one)]
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        one, other = list(one.items()), list(other.items())
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(0, 100, shape).to(dtype)
+
+
+VALUES = {
+    "tensors of one form": lambda: [tensor(2, 16) for _ in range(20)],
+    "tuples of one form": lambda: [(tensor(2, 16), tensor(2, 16)) for _ in range(11)],
+    "forms in turns": lambda: [(tensor(2, 16), tensor(1, 8, dtype=torch.bfloat16)) for _ in range(3)],
+    "a form that goes on in the next value": lambda: [tensor(4, 4), (tensor(4, 4), tensor(2, 2)), tensor(2, 2)],
+    "gaps": lambda: [tensor(3, dtype=torch.int8) for _ in range(5)],
+    "large": lambda: [tensor(64, 64) for _ in range(3)],
+    "other values": lambda: [[tensor(2, 2), 1, None], {"a": tensor(2, 2)}, (tensor(2, 2), "x"), [3]],
+    "nothing in them": lambda: [tensor(0, 4), tensor(0, 4), tensor(2, 4)],
+    "no values": list,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_repeated_step_has_the_next_tokens_and_its_own_rows(name: str) -> None:
+    steps = Steps()
+    first = steps.begin(VALUES[name]())
+    for number in (1, 2, 3):
+        values = VALUES[name]()
+        step = steps.repeat(values, number)
+        assert step.began == Began([], [("r", 1, 4 + number), ("s", 1, 7 + number)])
+        assert step.passed == b"\x09\x00"
+        assert not step.new
+        found = list(step.values(steps.memory, lambda one: one))
+        assert all(map(alike, [value for _, value in found], values))
+        assert [event for event, _ in found] == first[1:-1]
+
+
+def test_values_of_one_form_are_copied_together() -> None:
+    steps = Steps()
+    steps.begin([tensor(2, 16) for _ in range(20)])
+    copies = {one.untyped_storage().data_ptr() for one in steps.read(steps.repeat([tensor(2, 16)] * 20, 1))}
+    assert len(copies) == 3
+
+
+@pytest.mark.parametrize("name", ["tensors of one form", "tuples of one form", "forms in turns", "large"])
+def test_a_change_of_any_value_is_noticed(name: str) -> None:
+    count = len(VALUES[name]())
+    for changed in range(count):
+        steps = Steps()
+        steps.begin(VALUES[name]())
+        step = steps.repeat(VALUES[name](), 1)
+        with pytest.raises(ValueChanged):
+            for place, (_, value) in enumerate(step.values(steps.memory, lambda one: one)):
+                if place == changed:
+                    (value if isinstance(value, torch.Tensor) else value[-1]).add_(1)
 
 
 def test_the_last_whole_step_is_repeated_in_whatever_turns_it_was_told() -> None:
-    told = ToldSteps()
-    for event in STEP:
-        assert list(told.events([event])) == [event]
+    steps = Steps()
+    for event in steps.write([tensor(2, 2)], 0):
+        assert list(steps.told.events([event])) == [event]
     # One that has only begun is none.
-    list(told.events([Began([], [("s", 1, 8)])]))
-    assert next(told.events([Repeated(0)])) == Began([], [("r", 1, 5), ("s", 1, 8)])
+    list(steps.told.events([Began([], [("s", 1, 8)])]))
+    assert steps.repeat([tensor(2, 2)], 1).began == Began([], [("r", 1, 5), ("s", 1, 8)])
 
 
-def test_a_step_without_rows_is_repeated() -> None:
-    told = ToldSteps()
-    list(told.events([Began([], [("r", 1, 0)]), Ended(b"\x07\x00")]))
-    assert list(told.events([Repeated(99)])) == [Began([], [("r", 1, 1)]), Ended(b"\x07\x00")]
+def test_a_step_of_other_values_takes_the_place_of_the_last_one() -> None:
+    steps = Steps()
+    steps.begin([tensor(2, 2)])
+    steps.repeat([tensor(2, 2)], 1)
+    assert list(steps.told.events([Steered(b"")])) == [Steered(b"")]
+    list(steps.told.events(steps.write([tensor(3), tensor(3)], 0)))
+    values = [tensor(3), tensor(3)]
+    assert all(map(alike, steps.read(steps.repeat(values, 2)), values))
