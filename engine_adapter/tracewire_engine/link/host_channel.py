@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
+
 __all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptors", "send_descriptors", "wait_for"]
 
 _HEAD = struct.Struct("<I")
@@ -66,11 +68,11 @@ class HostChannel:
         self._waits = 0
         self._lock = threading.Lock()
         #: The messages that are complete.
-        self._arrived: deque[bytes | bytearray] = deque()
+        self._arrived: deque[bytes | memoryview] = deque()
         #: The beginning of a message of which not even the size is known; and one that has not come whole: its size,
         #: how many bytes of it have come, and in how many pieces.
         self._head = b""
-        self._message: bytearray | None = None
+        self._message: memoryview | None = None
         self._size = self._come = self._pieces = 0
         #: Why nothing is read any more, if so.
         self._broken: ChannelClosed | None = None
@@ -123,7 +125,7 @@ class HostChannel:
             if sent:
                 waiting[0] = waiting[0][sent:]
 
-    def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
+    def receive(self, timeout_s: float | None = None) -> bytes | memoryview:
         """Wait for a message.
 
         Raises:
@@ -147,7 +149,7 @@ class HostChannel:
                 self._take()
         return message
 
-    def arrived(self) -> list[bytes | bytearray]:
+    def arrived(self) -> list[bytes | memoryview]:
         """The messages that have come. Does not wait.
 
         Raises:
@@ -174,7 +176,7 @@ class HostChannel:
             raise self._broken
         try:
             if self._message is not None:
-                size = self._socket.recv_into(memoryview(self._message)[self._come :])
+                size = self._socket.recv_into(self._message[self._come :])
             else:
                 size = self._socket.recv_into(_thread.piece)
         except BlockingIOError:
@@ -210,7 +212,9 @@ class HostChannel:
             self._message, self._come, self._pieces = None, 0, 0
         elif self._come == len(self._message):
             # Memory grows with what has come: the size is only what the other end says.
-            self._message += self._room(min(self._come, self._size - self._come))
+            grown = self._room(min(2 * self._come, self._size))
+            grown[: self._come] = self._message
+            self._message = grown
 
     def _split(self, piece: memoryview) -> None:
         """Take the messages out of a piece, and begin the one that has not come whole."""
@@ -236,13 +240,14 @@ class HostChannel:
         self._message = self._room(min(size, max(_GIVEN, 2 * len(piece))))
         self._message[: len(piece)] = piece
 
-    def _room(self, size: int) -> bytearray:
+    def _room(self, size: int) -> memoryview:
         try:
-            return bytearray(size)
+            # Not filled with zeros, for which the model's thread would wait.
+            return np.empty(size, np.uint8).data
         except MemoryError:
             raise ChannelClosed(f"there is no memory for a message of {self._size} bytes") from None
 
-    def _next(self) -> bytes | bytearray | None:
+    def _next(self) -> bytes | memoryview | None:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_what_waits_to_be_sent_is_sent_while_others_are_waited_for() -> None:
     message = b"x" * (32 << 20)
     large.send(message)
     assert large.unsent
-    taken: list[bytes | bytearray] = []
+    taken: list[bytes | memoryview] = []
 
     def read() -> None:
         taken.append(reader.receive(30))
@@ -138,12 +139,12 @@ def test_messages_are_whole_however_the_pieces_come(cut: int) -> None:
 
 
 def test_a_message_for_which_there_is_no_memory_closes_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(size: int) -> bytearray:
-        raise MemoryError(size)
+    def none(size: int, kind: object) -> object:
+        raise MemoryError(size, kind)
 
     raw, theirs = socket.socketpair()
     one = HostChannel(theirs)
-    monkeypatch.setattr(host_channel, "bytearray", none, raising=False)
+    monkeypatch.setattr(host_channel, "np", SimpleNamespace(empty=none, uint8=None))
     raw.sendall(struct.pack("<I", 1 << 29) + b"begin")
     with pytest.raises(ChannelClosed, match="no memory for a message of 536870912 bytes"):
         one.arrived()
@@ -172,7 +173,7 @@ def test_memory_grows_with_what_has_come_of_a_message() -> None:
     message = os.urandom(20 << 20)
     near, far = pair()
     near.send(message)
-    found: list[bytes | bytearray] = []
+    found: list[bytes | memoryview] = []
     while not found:
         near.flush()
         found = far.arrived()
