@@ -44,6 +44,9 @@ _LONGEST = len("adapter-999/link-blobs")
 
 _NO_DELTAS = msgspec.Raw(_encoder.encode([]))
 
+#: Stands for the deltas of a record that follow as a part of their own; and from how many bytes on they do.
+_APART, _LARGE = msgspec.Raw(_encoder.encode(None)), 1 << 16
+
 
 def encode_reports(reports: Sequence[Report], buffer: bytearray) -> None:
     """Encode reports into `buffer`. A record that cannot be encoded ends its request; other records are unaffected."""
@@ -127,11 +130,29 @@ class LinkSender:
     def send(self, *reports: Report) -> None:
         """Queue reports of steps, in one message.
 
-        The caller may reuse the memory that they refer to after this returns.
+        The caller may reuse the memory of their batches after this returns, and does not change that of their deltas.
         """
+        large: dict[int, tuple[StepRecord | FinishRecord, msgspec.Raw]] = {}
+        for record in _records(reports):
+            if len(memoryview(record.deltas)) >= _LARGE:
+                # The encoder would copy them once more than the socket does.
+                large[id(record)] = record, record.deltas
+                record.deltas = _APART
         encode_reports(reports, self._buffer)
-        # Copied: sending without a copy wakes a Python thread for each message, which the model would wait for.
-        self._socket.send(self._buffer)
+        apart = [large[id(record)][1] for record in _records(reports) if record.deltas is _APART]
+        for record, deltas in large.values():
+            record.deltas = deltas
+        # Copied: sending without a copy wakes a Python thread for each part, which the model would wait for. It would
+        # wait longer for a copy of large deltas.
+        self._socket.send(self._buffer, zmq.SNDMORE if apart else 0)
+        for left, deltas in zip(range(len(apart) - 1, -1, -1), apart, strict=True):
+            self._socket.send(deltas, zmq.SNDMORE if left else 0, copy=False)
+
+
+def _records(reports: Iterable[Report]) -> Iterator[StepRecord | FinishRecord]:
+    for report in reports:
+        yield from report.steps
+        yield from report.finishes
 
 
 class Receiver:
@@ -206,12 +227,13 @@ class LinkReceiver(Receiver):
         """
         while True:
             try:
-                message = self._socket.recv(zmq.NOBLOCK)
+                message, *apart = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
             try:
                 reports = _decoder.decode(message)
-            except msgspec.MsgspecError:
+                _put_back(reports, apart)
+            except (msgspec.MsgspecError, ValueError):
                 # A defect that costs one step: traces with records in it end with an error, and the others go on.
                 logger.exception("a report of a worker could not be decoded")
                 continue
@@ -265,6 +287,17 @@ class LinkReceiver(Receiver):
                 await changed
             finally:
                 loop.remove_reader(descriptor)
+
+
+def _put_back(reports: Iterable[Report], parts: Sequence[memoryview]) -> None:
+    """Put deltas that were sent as parts of their own into their records.
+
+    Raises:
+        ValueError: there are more or fewer of them than records without deltas.
+    """
+    without = [record for record in _records(reports) if record.deltas == _APART]
+    for record, part in zip(without, parts, strict=True):
+        record.deltas = msgspec.Raw(part)
 
 
 def _wake(changed: asyncio.Future[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from tracewire_engine.link.blob_receiver import BlobChunk, BlobReceiver
 from tracewire_engine.link.liveness import HeartbeatReceiver
 from tracewire_engine.link.shared_ring import Place, RingBuffer
 from tracewire_engine.link.step_link import LinkReceiver, LinkSender
-from tracewire_engine.protocol.messages import Batch, Report
+from tracewire_engine.protocol.messages import Batch, FinishRecord, Report, StepRecord
 from tracewire_engine.worker.remote_inputs import inputs_at
 
 
@@ -119,6 +120,61 @@ async def test_a_step_that_cannot_be_found_takes_no_other_with_it() -> None:
         assert bytes(first.batch.data) == b"first"
         assert second.batch is None
         assert third.batch is not None
+
+
+async def test_large_deltas_come_with_their_records() -> None:
+    def made(size: int, seed: int) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.msgpack.encode([bytes([seed]) * size]))
+
+    sizes = [10, 1 << 16, 70_000, 0, 300_000, 65_000]
+    reports = [
+        Report(
+            time=float(number),
+            steps=[StepRecord(f"{number}.{place}", 0, place, made(size, place)) for place, size in enumerate(sizes)],
+            finishes=[FinishRecord(f"{number}.end", 0, made(size, 99)) for size in sizes[: number + 1]],
+        )
+        for number in range(3)
+    ]
+    before = msgspec.msgpack.encode(reports)
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        sender.send(*reports[:2])
+        sender.send(reports[2])
+        assert msgspec.msgpack.encode(reports) == before
+        found: list[Report] = []
+        while len(found) < 3:
+            await receiver.arrived()
+            found += receiver.ready()
+    assert msgspec.msgpack.encode(found) == before
+
+
+async def test_a_record_that_cannot_be_encoded_takes_its_large_deltas_with_it() -> None:
+    large = msgspec.Raw(msgspec.msgpack.encode([b"x" * 100_000]))
+    odd = "\ud800"  # no UTF-8
+    steps = [StepRecord("a", 0, 1, large), StepRecord("b", 0, 1, large, odd), StepRecord("c", 0, 1, large)]
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        sender.send(Report(steps=steps[::2]), Report(steps=[steps[1]]))
+        sender.send(Report(time=2.0))
+        found: list[Report] = []
+        while not found or not found[-1].time:
+            await receiver.arrived()
+            found += receiver.ready()
+    got = {step.request: (step.deltas == large, step.ended) for report in found for step in report.steps}
+    assert got == {"a": (True, ""), "b": (False, "error"), "c": (True, "")}
+
+
+async def test_parts_that_belong_to_no_record_cost_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    with LinkReceiver() as receiver:
+        sender = LinkSender(receiver.address)
+        sender._socket.send_multipart([msgspec.msgpack.encode([Report(time=1.0)]), b"left over"])
+        sender.send(Report(time=2.0))
+        found: list[Report] = []
+        while not found:
+            await receiver.arrived()
+            found += receiver.ready()
+    assert [report.time for report in found] == [2.0]
+    assert "a report of a worker could not be decoded" in caplog.text
 
 
 async def test_it_carries_reports_and_large_arrays() -> None:
