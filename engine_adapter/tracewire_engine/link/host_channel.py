@@ -20,7 +20,7 @@ __all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptor
 _HEAD = struct.Struct("<I")
 
 #: How many bytes are read at once, and how many the kernel may hold of messages that the other end has not read.
-_PIECE, _HELD = 1 << 18, 4 << 20
+_PIECE, _HELD = 1 << 16, 4 << 20
 
 #: How much memory a message is given before that much of it has come.
 _GIVEN = 4 << 20
