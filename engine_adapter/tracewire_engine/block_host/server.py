@@ -66,6 +66,7 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
     from tracewire_engine.block_host import confinement
     from tracewire_engine.block_host.driver import Driver, start
     from tracewire_engine.link.host_channel import HostChannel
+    from tracewire_engine.link.message_memory import MessageMemory
     from tracewire_engine.link.shared_rows import RowMemory
     from tracewire_engine.protocol.block_host import Broken, HostSettings, Ready
     from tracewire_engine.worker.blocks import time_limit
@@ -74,9 +75,10 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
     reports: HostChannel | None = None
     try:
         assert isinstance(settings, HostSettings)
-        calls_at, reports_at, *shared, place_at = _moved(descriptors)
+        calls_at, reports_at, *shared, reported_at, place_at = _moved(descriptors)
         given, returned = [RowMemory(one, os.fstat(one).st_size) for one in shared]
-        reports = HostChannel(socket.socket(fileno=reports_at))
+        reported = MessageMemory(reported_at, os.fstat(reported_at).st_size)
+        reports = HostChannel(socket.socket(fileno=reports_at), memory=reported)
         start(settings)
         time_limit.note_places(place_at)
         driver = Driver(settings, HostChannel(socket.socket(fileno=calls_at)), reports, given, returned)

@@ -1,4 +1,7 @@
-"""A stream of messages between a worker and a process that runs blocks, over a Unix socket."""
+"""A stream of messages between a worker and a process that runs blocks, over a Unix socket.
+
+Large messages can go through memory that both share (`message_memory.py`). Then the socket says where they lie.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,15 @@ from itertools import islice
 
 import numpy as np
 
+from .message_memory import MessageMemory, Placed
+from .shared_rows import SharedValueError
+
 __all__ = ["ChannelClosed", "ChannelTimeout", "HostChannel", "receive_descriptors", "send_descriptors", "wait_for"]
 
 _HEAD = struct.Struct("<I")
+
+#: Marks the size of a message that says where another one lies; what it consists of; and the least size of the other.
+_ELSEWHERE, _PLACE, _LARGE = 1 << 31, struct.Struct("<QQQ"), 1 << 16
 
 #: How many bytes are read at once, and how many the kernel may hold of messages that the other end has not read.
 _PIECE, _HELD = 1 << 16, 4 << 20
@@ -57,13 +66,20 @@ class HostChannel:
         connection: a connected stream socket.
         most: the largest message that is taken, in bytes. A larger one closes the channel.
         backlog: how many bytes may wait here. More of them close the channel.
+        memory: through which large messages go, all in one direction.
     """
 
-    def __init__(self, connection: socket.socket, most: int = 1 << 30, backlog: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        most: int = 1 << 30,
+        backlog: int = 256 << 20,
+        memory: MessageMemory | None = None,
+    ) -> None:
         self._socket = connection
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HELD)
-        self._most, self._backlog = most, backlog
+        self._most, self._backlog, self._memory = most, backlog, memory
         self._waiting: deque[memoryview] = deque()
         self._waits = 0
         self._lock = threading.Lock()
@@ -92,7 +108,10 @@ class HostChannel:
         Raises:
             ChannelClosed: the other end is gone, or has left too much unread.
         """
-        head = _HEAD.pack(len(message))
+        marked = len(message)
+        if marked >= _LARGE and self._memory is not None and (placed := self._memory.place(message)) is not None:
+            message, marked = _PLACE.pack(*placed), _PLACE.size | _ELSEWHERE
+        head = _HEAD.pack(marked)
         pieces = (head, message) if len(message) > _COPIED else (head + message,)
         with self._lock:
             self._waiting += map(memoryview, pieces)
@@ -221,8 +240,18 @@ class HostChannel:
         if self._head:
             piece = memoryview(self._head + bytes(piece))
             self._head = b""
+        elsewhere = 0
         while len(piece) >= _HEAD.size:
             (size,) = _HEAD.unpack_from(piece)
+            if size & _ELSEWHERE and self._memory is not None:
+                placed = self._placed(piece)
+                if placed is None:
+                    break
+                # No more of them were there at once.
+                elsewhere += placed.size
+                piece = piece[_HEAD.size + _PLACE.size :]
+                self._arrived.append(self._found(placed, elsewhere))
+                continue
             if size > self._most:
                 raise ChannelClosed(f"a message of {size} bytes; at most {self._most} are taken")
             end = _HEAD.size + size
@@ -233,6 +262,24 @@ class HostChannel:
             self._pieces = 0
             piece = piece[end:]
         self._head = bytes(piece)
+
+    def _placed(self, piece: memoryview) -> Placed | None:
+        """Where a message lies of which a piece says so; `None` if that has not come whole."""
+        if _HEAD.unpack_from(piece) != (_PLACE.size | _ELSEWHERE,):
+            raise ChannelClosed("no place of a message")
+        whole = len(piece) >= _HEAD.size + _PLACE.size
+        return Placed(*_PLACE.unpack_from(piece, _HEAD.size)) if whole else None
+
+    def _found(self, placed: Placed, together: int) -> memoryview:
+        """A message that lies in the memory. `together`: the size of it and those that came with it."""
+        assert self._memory is not None
+        try:
+            if together > self._memory.size:
+                raise ChannelClosed("messages that take more than the shared memory")
+            self._pieces = 0
+            return self._memory.take(placed)
+        except (MemoryError, SharedValueError) as error:
+            raise ChannelClosed(str(error)) from None
 
     def _begin(self, size: int, piece: memoryview) -> None:
         """Begin a message of which this has come."""
@@ -251,8 +298,11 @@ class HostChannel:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """Close this end, and its memory. Idempotent."""
         self._socket.close()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
 
 def wait_for(channels: Sequence[HostChannel], timeout_s: float) -> list[HostChannel]:

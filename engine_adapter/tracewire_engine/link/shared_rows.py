@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -175,7 +175,7 @@ class RowMemory(RowBytes):
         self._places: list[tuple[int, int]] = []
 
     @classmethod
-    def create(cls, size: int) -> RowMemory:
+    def create(cls, size: int) -> Self:
         """Make `size` bytes of memory, none of which takes room before it is written."""
         descriptor = os.memfd_create("tracewire-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)

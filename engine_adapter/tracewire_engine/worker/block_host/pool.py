@@ -16,6 +16,7 @@ from collections import deque
 import msgspec
 
 from tracewire_engine.link.host_channel import HostChannel, receive_descriptors, send_descriptors
+from tracewire_engine.link.message_memory import MessageMemory
 from tracewire_engine.link.shared_rows import RowMemory
 from tracewire_engine.protocol.block_host import MOST_SAID, HostSettings
 
@@ -25,6 +26,9 @@ logger = logging.getLogger("vllm.tracewire")
 
 #: How much memory a worker and a host share in each direction, in bytes. It takes room as it is used.
 SHARED_BYTES = 1 << 30
+
+#: How much memory they share for what the host reports.
+REPORTED_BYTES = 16 << 20
 
 #: How long the server of hosts may take to start, while the engine serves nothing, and how long to fork a host, while
 #: the model may wait; in seconds.
@@ -100,14 +104,16 @@ class _Ends:
     def __init__(self) -> None:
         calls, self._calls = socket.socketpair()
         reports, self._reports = socket.socketpair()
-        self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, _MOST_BYTES)
+        memory = MessageMemory.create(REPORTED_BYTES)
+        self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, _MOST_BYTES, memory=memory)
+        self._reported = memory.descriptor
         self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
         self.places, self._places = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def hand_over(self, control: socket.socket) -> None:
         """Give the other ends to the server of hosts."""
         theirs = [self._calls.fileno(), self._reports.fileno(), self.given.descriptor, self.returned.descriptor]
-        send_descriptors(control, b"host", [*theirs, self._places])
+        send_descriptors(control, b"host", [*theirs, self._reported, self._places])
         self._calls.close()
         self._reports.close()
         os.close(self._places)

@@ -28,10 +28,10 @@ def test_the_server_forks_hosts_that_have_nothing_but_their_connections() -> Non
     assert receive_descriptors(control)[0] == b"ready"
     calls, their_calls = socket.socketpair()
     reports, their_reports = socket.socketpair()
-    given, returned = RowMemory.create(1 << 16), RowMemory.create(1 << 16)
+    given, returned, reported = [RowMemory.create(1 << 16) for _ in range(3)]
     places, their_places = os.pipe()
-    ends = [their_calls.fileno(), their_reports.fileno(), given.descriptor, returned.descriptor, their_places]
-    send_descriptors(control, b"host", ends)
+    memory = [one.descriptor for one in (given, returned, reported)]
+    send_descriptors(control, b"host", [their_calls.fileno(), their_reports.fileno(), *memory, their_places])
     message, (process,) = receive_descriptors(control)
     their_calls.close()
     their_reports.close()

@@ -19,6 +19,7 @@ from tracewire_engine.link.host_channel import (
     send_descriptors,
     wait_for,
 )
+from tracewire_engine.link.message_memory import MessageMemory
 
 
 def pair(**limits: int) -> tuple[HostChannel, HostChannel]:
@@ -178,3 +179,106 @@ def test_memory_grows_with_what_has_come_of_a_message() -> None:
         near.flush()
         found = far.arrived()
     assert found == [message]
+
+
+def sharing(size: int = 1 << 20) -> tuple[HostChannel, HostChannel, MessageMemory]:
+    """A channel whose large messages go through memory of this size, from its first end to the second one."""
+    ends = socket.socketpair()
+    ours = MessageMemory.create(size)
+    theirs = MessageMemory(os.dup(ours.descriptor), size)
+    return HostChannel(ends[0], memory=ours), HostChannel(ends[1], memory=theirs), ours
+
+
+def arrived(near: HostChannel, far: HostChannel, count: int) -> list[bytes | memoryview]:
+    found: list[bytes | memoryview] = []
+    while len(found) < count:
+        near.flush()
+        found += far.arrived()
+    return found
+
+
+def place(start: int, size: int, taken: int) -> bytes:
+    return struct.pack("<IQQQ", 24 | 1 << 31, start, size, taken)
+
+
+def test_large_messages_go_through_memory_in_their_order() -> None:
+    near, far, memory = sharing()
+    messages = [os.urandom(size) for size in (10, 100_000, 70_000, 0, 65_535, 65_536, 300_000, 5)]
+    for _ in range(20):
+        for message in messages:
+            near.send(message)
+        assert arrived(near, far, len(messages)) == messages
+    # All but the small ones, which the socket carries.
+    assert memory.taken >= 20 * (100_000 + 70_000 + 65_536 + 300_000)
+
+
+def test_without_room_in_the_memory_the_socket_carries_a_message() -> None:
+    near, far, memory = sharing(1 << 18)
+    messages = [os.urandom(200_000) for _ in range(3)]
+    for message in messages:
+        near.send(message)
+    assert memory.taken < 400_000
+    assert arrived(near, far, 3) == messages
+    near.send(messages[0])
+    assert arrived(near, far, 1) == messages[:1]
+    assert memory.taken >= 400_000
+
+
+def test_a_message_is_kept_when_its_memory_is_written_again() -> None:
+    near, far, _ = sharing(1 << 17)
+    first, second = os.urandom(100_000), os.urandom(100_000)
+    near.send(first)
+    found = far.arrived()
+    near.send(second)
+    assert [*found, *far.arrived()] == [first, second]
+
+
+def test_where_a_message_lies_may_come_in_pieces() -> None:
+    raw, theirs = socket.socketpair()
+    memory = MessageMemory.create(1 << 20)
+    placed = memory.place(b"x" * 70_000)
+    assert placed is not None
+    far = HostChannel(theirs, memory=MessageMemory(os.dup(memory.descriptor), 1 << 20))
+    stream = struct.pack("<I", 2) + b"ok" + place(*placed) + struct.pack("<I", 2) + b"ko"
+    found: list[bytes | memoryview] = []
+    for place_of in range(len(stream)):
+        raw.sendall(stream[place_of : place_of + 1])
+        found += far.arrived()
+    assert found == [b"ok", b"x" * 70_000, b"ko"]
+
+
+@pytest.mark.parametrize(
+    ("stream", "why"),
+    [
+        (place(0, 1 << 20, 1 << 20), "shared memory"),
+        (place(1 << 63, 1 << 63, 1), "shared memory"),
+        (place(0, 1 << 16, 1 << 63), "shared memory"),
+        (struct.pack("<I", 25 | 1 << 31) + b"x" * 25, "no place of a message"),
+        # A few bytes must not become many.
+        (place(0, 1 << 19, 1 << 19) * 3, "more than the shared memory"),
+    ],
+)
+def test_a_message_that_lies_nowhere_closes_the_channel(stream: bytes, why: str) -> None:
+    raw, theirs = socket.socketpair()
+    far = HostChannel(theirs, memory=MessageMemory.create(1 << 20))
+    raw.sendall(stream)
+    with pytest.raises(ChannelClosed, match=why):
+        while True:
+            far.arrived()
+
+
+def test_without_memory_no_message_lies_elsewhere() -> None:
+    raw, theirs = socket.socketpair()
+    far = HostChannel(theirs)
+    raw.sendall(place(0, 10, 64))
+    with pytest.raises(ChannelClosed, match="a message of 2147483672 bytes"):
+        far.arrived()
+
+
+def test_a_closed_channel_gives_its_memory_back() -> None:
+    near, far, memory = sharing()
+    near.close()
+    near.close()
+    far.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memory.descriptor)
