@@ -15,7 +15,7 @@ __all__ = ["RepeatedStep", "ToldSteps", "ValueChanged"]
 
 #: How many tensors one copy brings at most, and of how many bytes together, unless one has more. A block that keeps one
 #: of them without copying it keeps them all.
-_TOGETHER, _TOGETHER_BYTES = 8, 1 << 20
+_TOGETHER, _TOGETHER_BYTES = 4, 256 << 10
 
 
 class ValueChanged(RuntimeError):

@@ -271,11 +271,11 @@ class HostChannel:
         return Placed(*_PLACE.unpack_from(piece, _HEAD.size)) if whole else None
 
     def _found(self, placed: Placed, together: int) -> memoryview:
-        """A message that lies in the memory. `together`: the size of it and those that came with it."""
+        """A message that lies in the memory. `together` is how many bytes it has with those that came with it."""
         assert self._memory is not None
         try:
-            if together > self._memory.size:
-                raise ChannelClosed("messages that take more than the shared memory")
+            if together > self._memory.size or placed.size < _LARGE:
+                raise ChannelClosed(f"a message of {placed.size} bytes in the shared memory, with others of {together}")
             self._pieces = 0
             return self._memory.take(placed)
         except (MemoryError, SharedValueError) as error:

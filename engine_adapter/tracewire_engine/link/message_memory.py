@@ -49,12 +49,12 @@ class MessageMemory(RowMemory):
         """Copy a message out of the memory, and let the writer use its room again.
 
         Raises:
-            SharedValueError: it does not lie in the memory.
+            SharedValueError: it does not lie in the memory, or behind those that were taken before.
         """
         start, size, taken = placed
-        if not 0 <= start <= start + size <= self.size or not 0 <= taken < _MOST:
+        if not 0 <= start <= start + size <= self.size or not self.taken + size <= taken < _MOST:
             raise SharedValueError(f"a message lies outside the shared memory: {placed!r}"[:200])
         found = np.empty(size, np.uint8)
         copy_bytes(found.ctypes.data, self._address + start, size)
-        self._counted[0] = taken
+        self.taken = self._counted[0] = taken
         return found.data

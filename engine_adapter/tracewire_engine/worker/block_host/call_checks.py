@@ -24,8 +24,8 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
 
     Raises:
         ValueError: they have too many rows or different numbers of rows; an index is of no row of an embedding, or of
-            another module's weights and buffers; or rows for a norm have another width or kind of number than its
-            weight.
+            another module's weights and buffers; an embedding gets other numbers than indices; or rows for a norm have
+            another width or kind of number than its weight.
     """
     rows = [one.numel() if _counts(one) else math.prod(one.shape[:-1]) for one in tensors]
     if sum(rows) > most_rows:
@@ -37,8 +37,11 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
         raise ValueError(f"the tensors of a call have {' and '.join(map(str, rows))} rows; give them as many each")
     counts = [one for one in tensors if _counts(one)]
     if embeds := hasattr(module, "num_embeddings"):
-        # A rank that holds a part of the table takes the indices of the whole one.
-        _check_indices(counts, module.num_embeddings)
+        if len(counts) < len(tensors):
+            raise ValueError(f"{type(module).__name__} takes indices: tensors of integers")
+        # A rank that holds a part of the table takes the indices of the whole one. Some add an offset to them.
+        offset = getattr(module, "offset", 0)
+        _check_indices(counts, module.num_embeddings - (offset if type(offset) is int else 0))
     if embeds or _is_linear(module):
         return
     weights = list(module.parameters())

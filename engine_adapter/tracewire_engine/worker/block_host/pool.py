@@ -27,8 +27,8 @@ logger = logging.getLogger("vllm.tracewire")
 #: How much memory a worker and a host share in each direction, in bytes. It takes room as it is used.
 SHARED_BYTES = 1 << 30
 
-#: How much memory they share for what the host reports.
-REPORTED_BYTES = 16 << 20
+#: How much memory they share for what the host reports. So much is copied at once at most.
+REPORTED_BYTES = 8 << 20
 
 #: How long the server of hosts may take to start, while the engine serves nothing, and how long to fork a host, while
 #: the model may wait; in seconds.

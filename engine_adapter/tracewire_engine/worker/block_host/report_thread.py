@@ -311,6 +311,8 @@ class ReportThread:
                 host.calls.flush()
             for message in host.process.reports.arrived():
                 self._pass_on(host, _reports.decode(message))
+            if host.failure is not None:
+                self._lose(host)
         except (ChannelClosed, *_NO_REPORT) as error:
             why = "" if isinstance(error, ChannelClosed) else f"what it reported is no report: {error}"
             host.fail(lost(why, len(host.traces)))
@@ -386,6 +388,8 @@ class ReportThread:
     def _lose(self, host: BlockHost) -> None:
         if not host.lost:
             host.lost = True
+            # It can say no more, so what it has said comes to an end.
+            host.process.kill()
             try:
                 while messages := host.process.reports.arrived():
                     for message in messages:
@@ -393,7 +397,6 @@ class ReportThread:
             except (ChannelClosed, *_NO_REPORT):
                 pass
             self._unwatch(host)
-            host.process.kill()
         requests = list(host.records.values())
         steps = []
         for one in requests:

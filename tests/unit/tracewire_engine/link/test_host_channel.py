@@ -255,7 +255,8 @@ def test_where_a_message_lies_may_come_in_pieces() -> None:
         (place(0, 1 << 16, 1 << 63), "shared memory"),
         (struct.pack("<I", 25 | 1 << 31) + b"x" * 25, "no place of a message"),
         # A few bytes must not become many.
-        (place(0, 1 << 19, 1 << 19) * 3, "more than the shared memory"),
+        (place(0, 1 << 19, 1 << 19) + place(0, 1 << 19, 1 << 20) + place(0, 1 << 19, 1 << 21), "with others of"),
+        (place(0, 100, 128), "a message of 100 bytes"),
     ],
 )
 def test_a_message_that_lies_nowhere_closes_the_channel(stream: bytes, why: str) -> None:

@@ -47,6 +47,15 @@ def test_a_count_of_bytes_that_were_never_given_out_frees_no_others() -> None:
     assert writer.taken == writer.returned + 60_032 == 120_064
 
 
+def test_a_message_is_taken_once() -> None:
+    writer, reader = shared()
+    placed = writer.place(b"x" * 1000)
+    assert placed is not None
+    reader.take(placed)
+    with pytest.raises(SharedValueError, match="outside the shared memory"):
+        reader.take(placed)
+
+
 @pytest.mark.parametrize("placed", [Placed(-1, 5, 5), Placed(0, SIZE, 5), Placed(SIZE, 0, 5), Placed(0, 5, -1)])
 def test_a_message_outside_the_memory_is_refused(placed: Placed) -> None:
     _, reader = shared()

@@ -46,6 +46,12 @@ class Embedding(torch.nn.Module):
         self.quant_method = UnquantizedEmbeddingMethod()
 
 
+class Shifted(torch.nn.Embedding):
+    """An embedding that looks up each index two rows further on, as OPT's of positions does."""
+
+    offset = 2
+
+
 @pytest.mark.parametrize(
     ("module", "tensors", "expected"),
     [
@@ -62,6 +68,10 @@ class Embedding(torch.nn.Module):
         (Embedding(), [torch.tensor([0, 7])], ""),
         (Embedding(), [torch.tensor([8])], "indices from 8 to 8 of a table of 8 rows"),
         (Embedding(), [torch.tensor([[3], [-1]])], "indices from -1"),
+        (Embedding(), [torch.tensor([1.0])], "Embedding takes indices"),
+        (torch.nn.Embedding(5, 2), [torch.tensor([0]), torch.tensor([float("nan")])], "takes indices"),
+        (Shifted(5, 2), [torch.tensor([2])], ""),
+        (Shifted(5, 2), [torch.tensor([3])], "a table of 3 rows"),
         (torch.nn.Linear(4, 2), [torch.ones(3, 9)], ""),
         (Packed(), [torch.ones(3, 9)], ""),
         (torch.nn.SiLU(), [torch.ones(3, 9)], ""),

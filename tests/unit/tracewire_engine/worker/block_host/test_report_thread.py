@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import HostChannel
+from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
 from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Generated, Reported, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
@@ -117,6 +118,40 @@ def test_a_host_that_is_gone_ends_its_requests() -> None:
     assert (finish.error.type, finish.steps, finish.tokens) == ("BlockHostLost", 2, 6)
     assert not finish.restart
     assert "it broke" in finish.error.message
+
+
+def test_a_host_that_says_it_is_broken_is_ended_whether_it_goes_or_not() -> None:
+    thread, known, host, sent = watched()
+    host.says(Broken("it broke"))
+    (ended,) = sent.next().steps
+    assert (ended.index, ended.ended) == (0, "error")
+    assert host.killed
+    thread.finish(known.records["r", 0])
+    assert "it broke" in sent.next().finishes[0].error.message
+    known.traces["t"].complete = True
+    thread.forget(known.traces["t"])
+    assert host.gone.wait(30)
+
+
+def test_a_host_that_never_stops_reporting_is_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, host, sent = watched()
+    over = threading.Event()
+
+    def kill() -> None:
+        over.set()
+        flood.join(30)
+        host.theirs.close()
+
+    def report() -> None:
+        while not over.is_set():
+            with contextlib.suppress(ChannelClosed):
+                host.says(Reported(turns=9))
+
+    monkeypatch.setattr(host, "kill", kill)
+    flood = threading.Thread(target=report)
+    flood.start()
+    assert sent.next().steps[0].ended == "error"
+    assert over.is_set()
 
 
 DEEP = b"\x91" * 100_000 + b"\xc0"
