@@ -108,13 +108,12 @@ class HostChannel:
         Raises:
             ChannelClosed: the other end is gone, or has left too much unread.
         """
-        marked = len(message)
-        if marked >= _LARGE and self._memory is not None and (placed := self._memory.place(message)) is not None:
-            message, marked = _PLACE.pack(*placed), _PLACE.size | _ELSEWHERE
-        head = _HEAD.pack(marked)
-        pieces = (head, message) if len(message) > _COPIED else (head + message,)
         with self._lock:
-            self._waiting += map(memoryview, pieces)
+            marked = len(message)
+            if marked >= _LARGE and self._memory is not None and (placed := self._memory.place(message)) is not None:
+                message, marked = _PLACE.pack(*placed), _PLACE.size | _ELSEWHERE
+            head = _HEAD.pack(marked)
+            self._waiting += map(memoryview, (head, message) if len(message) > _COPIED else (head + message,))
             self._waits += len(message) + _HEAD.size
             self._flush()
             if self._waits > self._backlog:
@@ -247,7 +246,7 @@ class HostChannel:
                 placed = self._placed(piece)
                 if placed is None:
                     break
-                # No more of them were there at once.
+                # They lay in the memory at once, so together they take no more than it has.
                 elsewhere += placed.size
                 piece = piece[_HEAD.size + _PLACE.size :]
                 self._arrived.append(self._found(placed, elsewhere))

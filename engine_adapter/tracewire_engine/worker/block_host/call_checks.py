@@ -36,13 +36,14 @@ def check_inputs(module: torch.nn.Module, tensors: Sequence[torch.Tensor], most_
     if len(set(rows)) > 1:
         raise ValueError(f"the tensors of a call have {' and '.join(map(str, rows))} rows; give them as many each")
     counts = [one for one in tensors if _counts(one)]
-    if embeds := hasattr(module, "num_embeddings"):
+    if hasattr(module, "num_embeddings"):
         if len(counts) < len(tensors):
             raise ValueError(f"{type(module).__name__} takes indices: tensors of integers")
         # A rank that holds a part of the table takes the indices of the whole one. Some add an offset to them.
         offset = getattr(module, "offset", 0)
         _check_indices(counts, module.num_embeddings - (offset if type(offset) is int else 0))
-    if embeds or _is_linear(module):
+        return
+    if _is_linear(module):
         return
     weights = list(module.parameters())
     _check_indices(counts, min((one.shape[0] for one in (*weights, *module.buffers()) if one.ndim), default=0))

@@ -388,7 +388,7 @@ class ReportThread:
     def _lose(self, host: BlockHost) -> None:
         if not host.lost:
             host.lost = True
-            # It can say no more, so what it has said comes to an end.
+            # First, so that a host which goes on reporting comes to an end.
             host.process.kill()
             try:
                 while messages := host.process.reports.arrived():

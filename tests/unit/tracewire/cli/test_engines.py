@@ -1,9 +1,6 @@
 """`tracewire models`, `engines`, `ready` and `drain`."""
 
-# ruff: noqa: ASYNC220
-# ruff: noqa: ASYNC220
-
-# ruff: noqa: ASYNC220
+# ruff: noqa: ASYNC110, ASYNC220
 from __future__ import annotations
 
 import dataclasses
@@ -19,9 +16,9 @@ import anyio.to_thread
 import pytest
 
 from tests.support.bus_engine import BusEngine, engine_info, tiny
-from tests.support.drained import run_command, started, whole
+from tests.support.drained import engine, in_state, run_command, runs, started, whole
 from tests.support.scripted_engine import info, serving
-from tests.support.stepping import free
+from tests.support.stepping import Gate, free
 from tracewire import Client, ModelInfo
 from tracewire.cli import engines as engine_commands
 from tracewire.cli import main as cli
@@ -95,8 +92,6 @@ async def test_the_command_lists_probes_and_drains(
         assert (said["name"], said["model"], said["state"], said["capacity"]) == ("scripted", "tiny", "serving", 256)
         assert await run_command("ready", "--json", *where) == 0
         assert json.loads(capsys.readouterr().out) == {"ready": True, "engine": "scripted", "state": "serving"}
-        assert await run_command("drain", "scripted", "--no-wait", *where) == 0
-        assert capsys.readouterr() == ("scripted: asked to drain; it runs 0 traces\n", "")
         assert await run_command("drain", "--host", "--json", *where) == 0
         said = capsys.readouterr()
         assert [json.loads(line) for line in said.out.splitlines()] == [
@@ -111,6 +106,29 @@ async def test_the_command_lists_probes_and_drains(
     assert await run_command("ready", *where) == 1
     assert await run_command("ready", "--json", *where) == 1
     assert json.loads(capsys.readouterr().out) == {"ready": False, "engine": None, "state": None}
+
+
+async def test_draining_without_waiting_leaves_an_engine_to_its_traces(
+    client: Client, embedded: str, prefix: str, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--url", embedded, "--prefix", prefix)
+    gate = Gate()
+    async with engine(bus, "leaving", gate) as leaving:
+        await client.models.get("tiny", timeout=PATIENCE)
+        trace = await started(client, "held")
+        gate.step()
+        await runs(trace)
+        with anyio.fail_after(PATIENCE):
+            while [one.running for one in await client.engines.list()] != [1]:
+                await anyio.sleep(0.01)
+        assert await run_command("drain", "leaving", "--no-wait", *where) == 0
+        assert capsys.readouterr() == ("leaving: asked to drain; it runs 1 traces\n", "")
+        await in_state(client, "leaving", "draining")
+        gate.open()
+        with anyio.fail_after(PATIENCE):
+            await leaving.ended.wait()
+        await whole(client, trace.id, "held")
+    await trace.aclose()
 
 
 async def test_draining_the_last_engine_with_work_waiting_is_warned_of(

@@ -38,9 +38,13 @@ def adapters(count: int) -> Iterator[tuple[LinkSender, list[LinkReceiver]]]:
         yield link_to(first.address, count), [first, *map(held.enter_context, others)]
 
 
-async def next_reports(receiver: LinkReceiver) -> list[Report]:
-    await receiver.arrived()
-    return list(receiver.ready())
+async def next_reports(receiver: LinkReceiver, count: int = 1) -> list[Report]:
+    """At least this many reports: those sent one after another may arrive one by one."""
+    found: list[Report] = []
+    while len(found) < count:
+        await receiver.arrived()
+        found += receiver.ready()
+    return found
 
 
 async def next_bytes(receiver: LinkReceiver) -> list[bytes]:
@@ -78,7 +82,7 @@ async def test_each_adapter_gets_its_own_records_in_order() -> None:
                 report.finishes = [FinishRecord("a2t7-aa", 0, NONE), FinishRecord("t0-ab", 0, NONE)]
                 report.applied = [Applied("a1t3", 2)]
             link.send(report)
-        found = [await next_reports(receiver) for receiver in receivers]
+        found = [await next_reports(receiver, count) for receiver, count in zip(receivers, (5, 5, 1), strict=True)]
         steps = [[(report.time, [one.request for one in report.steps]) for report in of] for of in found]
         assert steps[0] == [(float(step), ["t0-ab"]) for step in range(5)]
         assert steps[1] == [(float(step), ["a1t0-cd", "a1t1-ef"]) for step in range(5)]
