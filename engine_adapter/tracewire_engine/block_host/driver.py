@@ -47,6 +47,12 @@ __all__ = ["Driver"]
 #: How long the first of several steps takes before they are reported one by one, in seconds.
 _SLOW_S = 0.02
 
+#: How many bytes of reports may wait here for the worker while more are made.
+_WAITING = 16 << 20
+
+#: The largest report, in bytes. Large arrays are not in reports.
+_MOST_REPORTED = 240 << 20
+
 _turns = msgspec.msgpack.Decoder(Turn)
 _answers = msgspec.msgpack.Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,6 +74,8 @@ class _Link:
     def __init__(self, channel: HostChannel) -> None:
         self._channel = channel
         self._unsent = Reported()
+        #: How many bytes of large arrays were sent.
+        self.large_sent = 0
 
     def put(self, tensor: torch.Tensor, report: Report) -> None:
         """A host has no ring buffer."""
@@ -87,10 +95,16 @@ class _Link:
             return
         unsent, self._unsent = self._unsent, Reported()
         unsent.turns, unsent.mark, unsent.used_us = turns, mark, used_us
-        self._channel.send(_encode(unsent))
+        message = _encode(unsent)
+        if len(message) > _MOST_REPORTED:
+            raise ValueError(f"the saves of a step take {len(message)} bytes; at most {_MOST_REPORTED} may")
+        self._channel.settle(_WAITING)
+        self._channel.send(message)
 
     def chunk(self, request: str, blob: str, number: int, data: memoryview) -> None:
         """Send a piece of a large array."""
+        self.large_sent += len(data)
+        self._channel.settle(_WAITING)
         self._channel.send(_encode(Chunk(request, blob, number, bytes(data))))
 
 
@@ -164,7 +178,7 @@ class Driver:
         limit = _limit(settings, waits=False)
         while True:
             try:
-                turn = _turns.decode(self._calls.receive())
+                turn = _turns.decode(self._calls.receive(beside=self._reports))
             except ChannelClosed:
                 return
             began, ended, worked = time.monotonic(), 0, time.thread_time_ns()
@@ -174,6 +188,7 @@ class Driver:
                 time_limit.limit_turns(limit, alone=True)
             time_limit.limit_together(limit - used if limit else None)
             self._names += turn.names
+            self._session.budget.room = turn.large_allowed - self._link.large_sent
             reply, odd = Reply(), False
             with time_limit.timer_once():
                 for event in self._told.events(turn.events):
@@ -291,7 +306,7 @@ class Driver:
     def _ask(self, request: Request) -> Any:
         with time_limit.shielded(waiting=True):
             self._say(request)
-            answer = _answers.decode(self._calls.receive())
+            answer = _answers.decode(self._calls.receive(beside=self._reports))
             if answer.error is not None:
                 kind, message = answer.error
                 raise _ERRORS.get(kind, RuntimeError)(message)

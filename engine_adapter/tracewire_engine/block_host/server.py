@@ -89,6 +89,7 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
     except BaseException as error:
         if reports is not None:
             reports.send(msgspec.msgpack.encode(Broken(f"{type(error).__name__}: {error}"[:10_000])))
+            reports.settle()
     finally:
         os._exit(code)
 

@@ -172,7 +172,7 @@ class Session:
         self.interleaver = HostInterleaver(settings, call)
         self.model = HostedModel(module, self.interleaver, settings)
         cpu = torch.device("cpu")
-        budget = LargeArrayBudget(settings.blob_threshold)
+        self.budget = budget = LargeArrayBudget(settings.blob_threshold)
         declared: Any = _NoDeclared()
         blocks = BlockCache(self.model, cpu, inputs, permits=CheckedPermits(), imports=settings.imports)
         self._requests = TracedRequests(blocks, declared, LiveRuns(), budget, None)

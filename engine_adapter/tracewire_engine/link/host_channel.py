@@ -143,11 +143,23 @@ class HostChannel:
             if sent:
                 waiting[0] = waiting[0][sent:]
 
-    def receive(self, timeout_s: float | None = None) -> bytes | memoryview:
-        """Wait for a message.
+    def settle(self, most: int = 0) -> None:
+        """Wait until no more than `most` bytes wait to be sent.
 
         Raises:
             ChannelClosed: the other end is gone.
+        """
+        while self._waits > most:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            poll.poll()
+            self.flush()
+
+    def receive(self, timeout_s: float | None = None, beside: HostChannel | None = None) -> bytes | memoryview:
+        """Wait for a message, and send meanwhile what waits here and in `beside`.
+
+        Raises:
+            ChannelClosed: the other end is gone, or that of `beside`.
             ChannelTimeout: none came within `timeout_s` seconds.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -160,11 +172,18 @@ class HostChannel:
             events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
             poll = select.poll()
             poll.register(self._socket, events)
-            ready = poll.poll(None if left is None else max(1, int(left * 1000)))
-            if any(event & select.POLLOUT for _, event in ready):
-                self.flush()
-            if any(event & ~select.POLLOUT for _, event in ready):
-                self._take()
+            if beside is not None and beside.unsent:
+                poll.register(beside.fileno(), select.POLLOUT)
+            own = self.fileno()
+            for descriptor, event in poll.poll(None if left is None else max(1, int(left * 1000))):
+                if descriptor != own:
+                    assert beside is not None
+                    beside.flush()
+                    continue
+                if event & select.POLLOUT:
+                    self.flush()
+                if event & ~select.POLLOUT:
+                    self._take()
         return message
 
     def arrived(self) -> list[bytes | memoryview]:

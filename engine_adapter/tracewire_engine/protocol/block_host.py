@@ -21,6 +21,7 @@ from tracewire_bus.wire.messages import Failure
 from .messages import FinishRecord, StepRecord
 
 __all__ = [
+    "LARGE_OF_HOST",
     "MOST_RECORDS",
     "MOST_SAID",
     "SOURCE",
@@ -55,6 +56,9 @@ MOST_SAID: Final = 1 << 20
 
 #: How many records a `Reported` may have of each kind.
 MOST_RECORDS: Final = 1 << 16
+
+#: How many bytes of one host's large arrays may wait in the worker to be sent to the adapter.
+LARGE_OF_HOST: Final = 4 << 30
 
 
 class Shape(NamedTuple):
@@ -157,7 +161,8 @@ class Turn(msgspec.Struct, array_like=True):
 
     `names` are names of locations that the host has not been told before. `mark` counts the bytes that the worker has
     shared so far. A step whose rows take more memory than the worker and the host share has several turns. `turns` is
-    how many turns were joined in this one.
+    how many turns were joined in this one. `large_allowed` is how many bytes of large arrays the host may have sent, in
+    all, when the next turn comes.
     """
 
     events: list[Event]
@@ -165,6 +170,7 @@ class Turn(msgspec.Struct, array_like=True):
     names: list[str] = []
     mark: int = 0
     turns: int = 1
+    large_allowed: int = LARGE_OF_HOST
 
 
 #: A host's account of the time that it took, in microseconds.

@@ -88,9 +88,18 @@ class BlobSender:
         lane = (record.request, record.choice)
         self._new.put((lane, self._finish(lane, time.time(), record, ending, checked)))
 
-    def relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes = b"") -> None:
-        """Send a piece of a large array, or a report, behind all that was sent of the same lane before."""
-        self._new.put((lane, self._relay(lane, message, data)))
+    def relay(
+        self, lane: _Lane, message: BlobChunk | Report, data: bytes = b"", sent: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send a piece of a large array, or a report, behind all that was sent of the same lane before.
+
+        Args:
+            lane: of the trace.
+            message: the report, or the piece's place in its array.
+            data: the piece's bytes.
+            sent: is called when the message is no longer held here, whether it could be sent or not.
+        """
+        self._new.put((lane, self._relay(lane, message, data, sent)))
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -122,12 +131,15 @@ class BlobSender:
             self._fail(lane, error)
         self._send(lane, Report(time=ended_at, steps=[record]))
 
-    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes) -> Iterator[None]:
+    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes, sent: Callable[[], None]) -> Iterator[None]:
         yield
-        if isinstance(message, Report):
-            self._send(lane, message)
-        else:
-            self._socket(lane).send_multipart([_encoder.encode(message), data], copy=False)
+        try:
+            if isinstance(message, Report):
+                self._send(lane, message)
+            else:
+                self._socket(lane).send_multipart([_encoder.encode(message), data], copy=False)
+        finally:
+            sent()
 
     def _finish(
         self,

@@ -41,6 +41,8 @@ class LargeArrayBudget:
         self.threshold = threshold
         self.limit = limit
         self.reserved = 0
+        #: How many more bytes may be frozen to be sent, if the process to which they are sent limits them.
+        self.room: int | None = None
         #: Whether a tensor is the engine's own and changes from step to step.
         self.changes: Callable[[torch.Tensor], bool] = lambda tensor: False
         self._lock = threading.Lock()
@@ -57,6 +59,17 @@ class LargeArrayBudget:
                     (), f"{self.reserved} bytes of large arrays wait for the bus already; at most {self.limit} may"
                 )
             self.reserved += nbytes
+
+    def promise(self, nbytes: int) -> None:
+        """Count `nbytes` as bytes that will be sent.
+
+        Raises:
+            Unsavable: so many may not be sent now.
+        """
+        if self.room is not None:
+            if nbytes > self.room:
+                raise Unsavable((), f"earlier large arrays wait for the bus; at most {self.room} bytes more may")
+            self.room -= nbytes
 
     def free(self, nbytes: int) -> None:
         """Stop counting `nbytes` as held."""
@@ -100,7 +113,9 @@ class LargeArray:
         "shape",
     )
 
-    def __init__(self, value: Any, name: str, budget: LargeArrayBudget, *, still: bool = False) -> None:
+    def __init__(
+        self, value: Any, name: str, budget: LargeArrayBudget, *, still: bool = False, sent: bool = True
+    ) -> None:
         """Freeze `value`.
 
         Args:
@@ -108,10 +123,13 @@ class LargeArray:
             name: of the save.
             budget: counts the copy.
             still: whether the block has ended. An array whose memory nothing shares is then not copied.
+            sent: whether it will be sent, and not only compared with what was.
 
         Raises:
             Unsavable: the worker holds too many bytes already.
         """
+        if sent:
+            budget.promise(int(value.nbytes))
         self.name = name
         self.blob = new_blob()
         self.shape = tuple(value.shape)
@@ -235,15 +253,15 @@ class SaveSnapshot:
     Arrays are found by identity, so one that is saved under two names is frozen once.
     """
 
-    __slots__ = ("_budget", "_frozen", "_still", "array", "items", "local", "taken", "texts")
+    __slots__ = ("_budget", "_frozen", "_sent", "_still", "array", "items", "local", "taken", "texts")
 
-    def __init__(self, host: HostCopy, budget: LargeArrayBudget, *, still: bool = False) -> None:
+    def __init__(self, host: HostCopy, budget: LargeArrayBudget, *, still: bool = False, sent: bool = True) -> None:
         #: Returns the host copy of a small tensor that was given to `HostCopy.prime`, or `None`.
         self.array = host.array
         #: Returns a value with every tensor in it copied to host memory.
         self.local = host
         self._budget = budget
-        self._still = still
+        self._still, self._sent = still, sent
         self._frozen: dict[int, Frozen] = {}
         #: The large arrays frozen so far.
         self.taken: list[LargeArray] = []
@@ -281,7 +299,7 @@ class SaveSnapshot:
         return made
 
     def _array(self, value: Any, path: tuple[Any, ...]) -> LargeArray:
-        made = LargeArray(value, str(path[0]) if path else "", self._budget, still=self._still)
+        made = LargeArray(value, str(path[0]) if path else "", self._budget, still=self._still, sent=self._sent)
         self.taken.append(made)
         return made
 

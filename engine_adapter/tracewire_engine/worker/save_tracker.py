@@ -402,7 +402,7 @@ class SaveTracker:
         # A new copy: the one for a step has the contents of that step.
         local = HostCopy(self._budget.threshold)
         local.prime([value for name, shadow in names.items() if name not in as_sent for value in _values(shadow)])
-        now = SaveSnapshot(local, self._budget, still=True)
+        now = SaveSnapshot(local, self._budget, still=True, sent=False)
         if self.large:
             for name, shadow in list(self._names.items()):
                 try:

@@ -11,6 +11,7 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import HostChannel
 from tracewire_engine.protocol.block_host import (
+    LARGE_OF_HOST,
     Arrived,
     Began,
     Ended,
@@ -97,6 +98,7 @@ class LateTurn:
         self._turn.names += later._turn.names
         self._turn.mark = later._turn.mark
         self._turn.turns += later.turns
+        self._turn.large_allowed = later._turn.large_allowed
         self._late += later._late
 
     def send(self) -> None:
@@ -231,6 +233,8 @@ class BlockHost:
         #: Since when it has no trace; whether it gets none any more; and whether its end has been reported.
         self.idle_since = time.monotonic()
         self.retired = self.lost = False
+        #: How many bytes of large arrays it may have sent, how many have come, and how many were sent on.
+        self.large_allowed, self.large_come, self.large_sent = LARGE_OF_HOST, 0, 0
         #: Checks what it reports.
         self.untrusted = UntrustedReports(process.large)
         self._lock = threading.Lock()
@@ -414,7 +418,9 @@ class BlockHost:
             ChannelClosed: the host is gone.
         """
         self._tell_again()
-        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
+        turn = Turn(
+            self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.large_allowed
+        )
         self._events, self._names = [], len(names)
         made = LateTurn(self, turn, self._late)
         self._late = []

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,6 +37,7 @@ from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 from .host import BlockHost, HostedRequest, HostedTrace, LateTurn
+from .passed_arrays import PassedArrays
 from .places import place_of
 from .untrusted_reports import UntrustedReport
 
@@ -102,6 +104,7 @@ class ReportThread:
         self._hosts: dict[int, BlockHost] = {}
         #: The names of the traces that have large arrays.
         self._large: set[str] = set()
+        self._arrays = PassedArrays()
         #: What is sent next; when hosts are looked at next; and until when the model's thread does the rest.
         self._unsent: list[Report] = []
         self._look_at = self._left_until = self._began_at = 0.0
@@ -335,8 +338,10 @@ class ReportThread:
             owner = self._trace_of(host, report.request)
             if self._blobs is not None and owner is not None:
                 self._large.add(owner.name)
+                size = len(report.data)
+                self._arrays.take(host, size)
                 chunk = BlobChunk(report.request, report.blob, report.number)
-                self._blobs.relay((owner.name, 0), chunk, report.data)
+                self._blobs.relay((owner.name, 0), chunk, report.data, partial(self._arrays.sent, host, size))
         elif isinstance(report, Ready):
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)

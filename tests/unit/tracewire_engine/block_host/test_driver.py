@@ -22,6 +22,7 @@ from tracewire_engine.protocol.block_host import (
     Answer,
     Arrived,
     Began,
+    Chunk,
     Ended,
     Finished,
     Reached,
@@ -42,12 +43,12 @@ _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply 
 class Hosted:
     """The worker's ends of a driver that runs on a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         (calls, their_calls), (reports, their_reports) = socket.socketpair(), socket.socketpair()
         self.calls, self.reports = HostChannel(calls), HostChannel(reports)
         self.given, self.returned = RowMemory.create(1 << 20), RowMemory.create(1 << 20)
         ends = HostChannel(their_calls), HostChannel(their_reports)
-        self._driver = Driver(settings_of(Model(2)), *ends, self.given, self.returned)
+        self._driver = Driver(settings_of(Model(2), **settings), *ends, self.given, self.returned)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -79,8 +80,12 @@ class Hosted:
         value = pack_value((tensor, tensor), write, lambda _: None)
         return Began([Arrived(ID, {BLOCK_ARG: block})], [(ID, len(tensor), 0)]), Reached(WHERE, value)
 
-    def reported(self) -> Reported:
+    def received(self) -> Report:
         report: Report = msgspec.msgpack.decode(self.reports.receive(30), type=Report)
+        return report
+
+    def reported(self) -> Reported:
+        report = self.received()
         assert isinstance(report, Reported)
         return report
 
@@ -187,3 +192,47 @@ def test_if_the_first_step_of_a_turn_takes_long_it_is_reported_before_the_next(m
     assert host.error is None
     assert [[step.index for step in report.steps] for report in reports] == [[0], [1]]
     assert [(report.turns, report.mark) for report in reports] == [(1, 0), (2, turn.mark)]
+
+
+def test_a_report_that_is_read_late_arrives_whole_before_the_next_turn(hosted: Hosted) -> None:
+    """The kernel does not take all of it at once."""
+    began, reached = hosted.reached("import torch\nheld = torch.ones(10_000_000).save()", torch.zeros(2, 4))
+    hosted.turn(began, reached, waits=True)
+    hosted.turn(Ended(), waits=False)
+    report = hosted.reported()
+    assert report.turns == 2
+    assert len(report.steps[0].deltas) > 40_000_000
+
+
+def test_a_step_that_saves_more_than_a_report_takes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_MOST_REPORTED", 1000)
+    host = Hosted()
+    host.turn(*host.reached("import torch\nheld = torch.ones(1000).save()", torch.zeros(2, 4)), Ended(), waits=False)
+    host._thread.join(30)
+    assert "the saves of a step take 4" in str(host.error)
+    host.stop()
+
+
+def test_a_save_for_which_the_worker_has_no_room_is_refused_and_named() -> None:
+    host = Hosted(blob_threshold=1000)
+    source = """
+import torch
+first = torch.ones(1000).save()
+for step in tracer.iter[:]:
+    model.model.layers[0].output
+    if step == 1:
+        second = torch.ones(1000).save()
+        third = torch.ones(1000).save()
+"""
+    began, reached = host.reached(source, torch.zeros(1, 4))
+    encode = msgspec.msgpack.encode
+    host.calls.send(encode(Turn([began, reached, Ended()], large_allowed=4000)))
+    chunks = [host.received() for _ in range(2)]
+    assert [type(one) for one in chunks] == [Chunk, Reported]
+    host.calls.send(encode(Turn([Began([], [(ID, 1, 1)]), reached, Ended()], large_allowed=8000)))
+    assert [type(host.received()) for _ in range(2)] == [Chunk, Reported]
+    host.calls.send(encode(Turn([Finished(ID, 2)], large_allowed=8000)))
+    (finish,) = host.reported().finishes
+    assert finish.save_errors == {"third": "earlier large arrays wait for the bus; at most 0 bytes more may"}
+    host.stop()
+    assert host.error is None

@@ -117,6 +117,43 @@ def test_what_waits_to_be_sent_is_sent_while_others_are_waited_for() -> None:
     assert taken == [message]
 
 
+def test_what_waits_beside_is_sent_while_a_message_is_waited_for() -> None:
+    (calls, theirs), (reports, reader) = pair(), pair()
+    message = b"x" * (32 << 20)
+    reports.send(message)
+    assert reports.unsent
+
+    def answer() -> None:
+        assert reader.receive(30) == message
+        theirs.send(b"now")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert calls.receive(30, beside=reports) == b"now"
+    thread.join(30)
+    assert not reports.unsent
+    reports.send(message)
+    reader.close()
+    with pytest.raises(ChannelClosed):
+        calls.receive(30, beside=reports)
+
+
+def test_a_sender_may_wait_until_little_waits() -> None:
+    one, other = pair()
+    message = b"x" * (32 << 20)
+    found: list[bytes | memoryview] = []
+    thread = threading.Thread(target=lambda: found.append(other.receive(30)))
+    one.send(message)
+    assert one.unsent
+    one.settle(64 << 20)
+    assert one.unsent
+    thread.start()
+    one.settle()
+    assert not one.unsent
+    thread.join(30)
+    assert found == [message]
+
+
 @pytest.mark.parametrize("cut", [1, 3, 4, 5, 100, 1 << 18, (1 << 18) + 3])
 def test_messages_are_whole_however_the_pieces_come(cut: int) -> None:
     raw, theirs = socket.socketpair()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import torch
 
 from tests.support.large_arrays import large, link, reported
 from tracewire_bus.store.blobs import CHUNK_BYTES
+from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.save_tracker import SaveTracker
@@ -53,3 +57,29 @@ async def test_what_cannot_be_read_fails_its_own_trace(tmp_path: Path) -> None:
     assert "could not be read" in seen["bad", "FinishRecord"].error.message
     assert seen["good", "StepRecord"].deltas != b"\x90"
     assert budget.reserved == 0
+
+
+async def test_who_has_a_piece_sent_is_told_when_it_has_left(tmp_path: Path) -> None:
+    left: list[int] = []
+    some = threading.Event()
+
+    def leaves(number: int) -> None:
+        left.append(number)
+        some.set()
+
+    async with link(tmp_path) as (sender, receiver):
+        for number in range(40):
+            piece = BlobChunk("r", "ab" * 8, number)
+            sender.relay(("r", 0), piece, bytes(CHUNK_BYTES), partial(leaves, number))
+        # What cannot be encoded leaves, too.
+        unreadable: Any = object()
+        sender.relay(("r", 0), unreadable, b"", partial(leaves, 40))
+        sender.relay(("r", 0), Report(time=1.0))
+        assert await anyio.to_thread.run_sync(some.wait, 30)
+        # Both ends queue eight, and the kernel holds some.
+        assert len(left) < 40
+        with anyio.fail_after(30):
+            async for item in receiver.items():
+                if isinstance(item, Report):
+                    break
+    assert left == list(range(41))

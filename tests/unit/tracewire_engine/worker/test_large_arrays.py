@@ -192,3 +192,16 @@ def test_more_than_a_worker_holds_is_refused_by_name() -> None:
     replay.finish()
     assert equal(replay.loaded(), {"a": large(), "c": 1})
     assert replay.budget.reserved == 0
+
+
+def test_arrays_for_which_there_is_no_room_elsewhere_are_refused_and_named() -> None:
+    replay = Replay()
+    replay.budget.room = 10_000
+    replay.saves = {"first": large(), "second": large(1), "third": large(2)}
+    assert replay.step() == 2
+    assert replay.budget.room == 2000
+    assert replay.tracker.errors == {"third": "earlier large arrays wait for the bus; at most 2000 bytes more may"}
+    # An array that is only compared takes no room.
+    assert replay.finish() == 0
+    assert replay.budget.room == 2000
+    assert equal(replay.loaded(), {"first": large(), "second": large(1)})

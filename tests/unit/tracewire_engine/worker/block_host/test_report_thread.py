@@ -6,11 +6,13 @@ import contextlib
 import queue
 import socket
 import threading
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
+from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
@@ -18,6 +20,7 @@ from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Generat
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host import report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
+from tracewire_engine.worker.block_host.passed_arrays import PassedArrays
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -52,12 +55,16 @@ class Sent:
 
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        #: Called when a message has left.
+        self.held: list[Any] = []
 
     def send(self, *reports: Any) -> None:
         for report in reports:
             self.reports.put(report)
 
-    def relay(self, lane: Any, message: Any, data: bytes = b"") -> None:
+    def relay(self, lane: Any, message: Any, data: bytes = b"", sent: Any = None) -> None:
+        if sent is not None:
+            self.held.append(sent)
         self.reports.put(("relayed", message, data))
 
     def next(self) -> Any:
@@ -290,6 +297,35 @@ def test_hosts_without_traces_are_ended_if_there_are_many_or_after_a_while(
     assert host.gone.wait(30)
     assert host.closed
     assert not known.add(HostedTrace("late", known, 1))
+
+
+def test_a_host_that_sends_large_arrays_faster_than_they_leave_is_ended_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report_thread, "PassedArrays", partial(PassedArrays, of_host=3 * CHUNK_BYTES))
+    thread, known, host, sent = watched()
+    other = Host()
+    anyhost: Any = other
+    quiet = BlockHost(anyhost, None)
+    quiet.turns = 1
+    add(quiet, "u", "s")
+    thread.watch(quiet)
+    allowed = known.large_allowed
+    for number in range(8):
+        host.says(Chunk("r", "ab" * 8, number, bytes(CHUNK_BYTES)))
+    for number in range(4):
+        assert sent.next()[1].number == number
+    assert sent.next()[1].steps[0].ended == "error"
+    assert host.killed
+    thread.finish(known.records["r", 0])
+    assert "large arrays wait" in sent.next()[1].finishes[0].error.message
+    # Those that have left count no more. The worker tells the host with its next turn.
+    for done in sent.held:
+        done()
+    assert known.large_sent == 4 * CHUNK_BYTES
+    assert known.large_allowed == 7 * CHUNK_BYTES != allowed
+    other.says(Reported([StepRecord("s", 0, 0, NOTHING)], turns=1))
+    assert sent.next().steps[0].request == "s"
 
 
 def test_traces_with_large_arrays_go_apart_from_the_others_of_their_host() -> None:
