@@ -77,11 +77,12 @@ class EngineRegistry:
                 there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
                 if there:
                     return
-        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
-        self._registered[info.engine] = lasting
+        # Before clients find the engine, so that they queue nothing beyond its limits.
         with suppress(BusFull):
             # A Redis without memory queues nothing anyway.
             await self._connections.commands(_queue_limits(self._keys, info), refuse_full=True)
+        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
+        self._registered[info.engine] = lasting
 
     async def load_scripts(self) -> bool:
         """Load all scripts into Redis, for users who may only run them. Returns whether any was missing.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from tests.support.served import ENGINE, served
 from tests.support.until import until
 from tracewire_bus.bus import Bus
@@ -32,6 +34,21 @@ async def test_engines_are_listed_while_they_live(bus: Bus) -> None:
     assert await bus.registry.list() == infos
     await bus.registry.unregister("y")
     assert [info.engine for info in await bus.registry.list()] == ["z", "x"]
+
+
+async def test_an_engine_s_limits_hold_before_clients_find_it(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections = bus.registry._connections
+    commands = connections.commands
+    limited: list[bool] = []
+
+    async def noted(*sent: Any, **options: Any) -> Any:
+        if any(bus.keys.engine("e") in str(one) for one in sent):
+            limited.append(await bus.command("HGET", bus.keys.queue("m", "state"), "bytes") == b"1000")
+        return await commands(*sent, **options)
+
+    monkeypatch.setattr(connections, "commands", noted)
+    await bus.registry.register(EngineInfo(engine="e", model="m", limits={"submission_bytes": 1000}))
+    assert limited == [True]
 
 
 async def test_an_engine_without_a_heartbeat_expires_and_may_come_back(bus: Bus) -> None:
