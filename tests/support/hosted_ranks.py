@@ -13,6 +13,7 @@ from nnsight.intervention.envoy import Envoy
 
 from tests.support.hosted_model import HostedModel, Model, Outcome
 from tracewire_bus.wire.messages import Failure
+from tracewire_engine.worker.block_host.accounts import Accounts
 from tracewire_engine.worker.block_host.followed_blocks import FollowedBlocks
 from tracewire_engine.worker.block_host.rank_link import RankLink
 from tracewire_engine.worker.parallel import rank_sockets
@@ -39,11 +40,11 @@ def linked(kind: Callable[[Any, str], Any] = RankLink, ranks: int = 2) -> list[A
 class FollowingModel(HostedModel):
     """The second rank's model."""
 
-    def __init__(self, link: RankLink, *, layers: int = 3) -> None:
+    def __init__(self, link: RankLink, *, layers: int = 3, accounts: Accounts | None = None) -> None:
         self.module, self.outcomes = Model(layers), {}
         self.failed: list[tuple[str, Failure]] = []
         self.envoy = Envoy(self.module)
-        followed: Any = FollowedBlocks(self.envoy, link, lambda *what: self.failed.append(what))
+        followed: Any = FollowedBlocks(self.envoy, link, lambda *what: self.failed.append(what), accounts)
         self.hosts = followed
 
     def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:

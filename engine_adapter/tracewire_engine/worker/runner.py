@@ -43,7 +43,8 @@ from tracewire_engine.worker.blocks.mediator import SAMPLES, in_vocabulary
 from tracewire_engine.worker.parallel.rank_agreement import DECLARED, BlockKey, Ranks
 from tracewire_engine.worker.parallel.stage_exchange import Pipeline, StageState, stage_state
 
-from .block_host.hosted_blocks import HostedBlocks, valid_samples
+from .block_host.forwarded_blocks import ForwardedBlocks
+from .block_host.hosted_blocks import valid_samples
 from .kv_offload import KVBlocks, PreemptedKVCache
 from .request_book import token_index
 from .requests import extra_arguments
@@ -123,7 +124,9 @@ class TracewireRunner(RunnerParts):
         Called before vLLM waits for what the earlier stages compute.
         """
         pipeline, hosts = self.tracewire_pipeline, self.tracewire_hosts
-        if pipeline is None or not isinstance(hosts, HostedBlocks) or not scheduler_output.total_num_scheduled_tokens:
+        if pipeline is None or hosts is None or isinstance(hosts, ForwardedBlocks):
+            return
+        if not scheduler_output.total_num_scheduled_tokens:
             return
         fresh = self.fresh_requests(scheduler_output)
         if any(not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)) for data in fresh):

@@ -43,14 +43,13 @@ class EarlierStages:
     Args:
         group: of the stages.
         address: of the link to the adapter.
-        ranks: how many tensor-parallel ranks a stage has.
     """
 
-    def __init__(self, group: Any, address: str, ranks: int = 1) -> None:
+    def __init__(self, group: Any, address: str) -> None:
         self._count = group.world_size - 1
         sockets = RankSockets(group, address, "stages")
         self._pull, self._push = sockets.pull, sockets.push
-        self._requests = HostedRequests(ranks)
+        self._requests = HostedRequests()
         self._names: list[list[str]] = [[] for _ in range(self._count)]
         #: Messages that have come before they were wanted, by stage.
         self._early: list[deque[tuple[StageMessage, RowBytes]]] = [deque() for _ in range(self._count)]
@@ -59,11 +58,7 @@ class EarlierStages:
         self.waiting: int | None = None
 
     def open(self, request_id: str, account: Account) -> None:
-        """Take a new request with blocks.
-
-        Raises:
-            MayWrite: its blocks may do more than read, and a stage has several ranks.
-        """
+        """Take a new request with blocks."""
         self._requests.add(request_id, account)
 
     def discard(self, request_id: str) -> None:

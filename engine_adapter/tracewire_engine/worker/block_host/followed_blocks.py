@@ -13,9 +13,11 @@ from typing import Any
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
 
+from .accounts import Accounts
 from .answers import ModelAnswers
 from .blocks_of_others import BlocksOfOthers, with_edits
 from .rank_link import Called, Edit, RankLink, Served, StepBegan, StepWatch
+from .stage_rows import HostedRequests
 
 __all__ = ["FollowedBlocks"]
 
@@ -29,10 +31,20 @@ class FollowedBlocks(BlocksOfOthers):
         model: nnsight's model.
         link: to the first rank.
         fail: tells the first rank that a request's rows could not be put into a value here.
+        accounts: of blocks, if there are earlier stages.
     """
 
-    def __init__(self, model: Any, link: RankLink, fail: Callable[[str, Failure], None]) -> None:
-        self._link, self._fail = link, fail
+    def __init__(
+        self,
+        model: Any,
+        link: RankLink,
+        fail: Callable[[str, Failure], None],
+        accounts: Accounts | None = None,
+    ) -> None:
+        self._link, self._fail, self._accounts = link, fail, accounts
+        self._requests = HostedRequests()
+        #: Whether the step has begun before this stage came to it.
+        self._ahead = False
         #: Calls modules, as on the first rank.
         self.answers = ModelAnswers(model)
         super().__init__()
@@ -52,22 +64,39 @@ class FollowedBlocks(BlocksOfOthers):
     ) -> None:
         """Take a new request with blocks, as `HostedBlocks.open` does."""
         self._link.requests.add(request_id)
+        if self._accounts is not None:
+            self._requests.add(request_id, self._accounts.of(arguments))
         self._by_request[request_id] = request.engine_id
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
         """Forget a request that the scheduler has ended. Returns whether it had blocks."""
         self._link.requests.discard(request_id)
+        self._requests.discard(request_id)
         return self._by_request.pop(request_id, None) is not None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
+    def begin_ahead(self, scheduled: Collection[str]) -> None:
+        """Begin a step with these requests if earlier stages wait for blocks in it, as `HostedBlocks.begin_ahead` does.
+
+        Meanwhile this rank runs the modules that the blocks call.
+        """
+        if self._requests.wait_in(scheduled):
+            self._begin(scheduled)
+            self._ahead = True
+
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: Sequence[str]) -> bool:
         """Begin a step with these requests. Returns whether blocks in hosts take part in it."""
+        if not self._ahead:
+            self._begin(scheduled)
+        self._ahead = False
+        return self.active
+
+    def _begin(self, scheduled: Collection[str]) -> None:
         self.active = self._link.takes_part(scheduled)
         if self.active:
             began, _ = self._told(StepBegan)
             self._watch = began.watch or self._watch
-        return self.active
 
     def _told(self, kind: type[Any]) -> tuple[Any, RowBytes]:
         """The first rank's next message of a kind. The modules that it calls before are run here too."""

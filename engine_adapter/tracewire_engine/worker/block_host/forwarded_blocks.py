@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from tracewire_engine.worker.request_book import token_index
 from .accounts import Accounts
 from .answers import ModelAnswers
 from .blocks_of_others import BlocksOfOthers, with_edits
-from .rank_link import Called, Edit, Served, StepBegan, StepWatch
+from .rank_link import Called, Edit, RankLink, Served, StepBegan, StepWatch
 from .report_thread import lost
 from .rows import StepRows
 from .stage_rows import (
@@ -54,14 +54,24 @@ class ForwardedBlocks(BlocksOfOthers):
         accounts: of blocks.
         group: of the stages.
         address: of the link to the adapter.
-        ranks: the tensor-parallel ranks of this stage, of which the first sends.
+        ranks: connects the tensor-parallel ranks of this stage, if there are several. The first one sends.
+        fail: on the other ranks, tells the first one that a request's rows could not be put into a value here.
     """
 
-    def __init__(self, model: Any, accounts: Accounts, group: Any, address: str, ranks: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        accounts: Accounts,
+        group: Any,
+        address: str,
+        ranks: RankLink | None = None,
+        fail: Callable[[str, Failure], None] | None = None,
+    ) -> None:
         #: Calls modules for blocks.
         self.answers = ModelAnswers(model)
-        self._accounts, self._stage, self._sends = accounts, group.rank_in_group, ranks.rank_in_group == 0
-        self._requests = HostedRequests(ranks.world_size)
+        self._accounts, self._stage, self._ranks, self._fail = accounts, group.rank_in_group, ranks, fail
+        self._sends = ranks is None or ranks.first
+        self._requests = HostedRequests()
         super().__init__()
         #: Where blocks may read in the step, if all of them only read; otherwise where hosts want something.
         self._reads: frozenset[str] = frozenset()
@@ -86,11 +96,7 @@ class ForwardedBlocks(BlocksOfOthers):
         trace: tuple[str, int, str | None],
         reserved: Iterable[str],
     ) -> None:
-        """Take a new request with blocks, as `HostedBlocks.open` does.
-
-        Raises:
-            MayWrite: as there.
-        """
+        """Take a new request with blocks, as `HostedBlocks.open` does."""
         self._by_request[request_id] = request.engine_id
         self._requests.add(request_id, self._accounts.of(arguments))
 
@@ -145,7 +151,9 @@ class ForwardedBlocks(BlocksOfOthers):
         watch, rows = self._watch, self._rows
         observed = location in (self._reads if watch is None else watch.observed)
         waits = watch is not None and watch.passes(location)
-        if rows is None or not (observed or waits) or not self._sends:
+        if not self._sends:
+            return self._served(value) if waits else value
+        if rows is None or not (observed or waits):
             self._passed.append(place)
             return value
         pieces = self._pieces if watch is None else Pieces()
@@ -155,6 +163,8 @@ class ForwardedBlocks(BlocksOfOthers):
             self._passed.append(place)
             failure = lost(f"{location} cannot be shared: {type(error).__name__}: {error}")
             self._failures |= dict.fromkeys(self._requests.asking(location), failure)
+            if waits and self._ranks is not None:
+                self._ranks.tell(Served())
             return value
         before, self._passed = self._passed.tobytes(), array("H")
         reached = StageReached(self._stage, [], place, before, shared, waits)
@@ -174,7 +184,21 @@ class ForwardedBlocks(BlocksOfOthers):
         if not isinstance(error, SharedValueError):
             logger.warning("rows that blocks have left cannot be put into the model's value: %s", error)
         failure = Failure(type=type(error).__name__, message=str(error), field="block")
-        self._failures |= dict.fromkeys(edit.requests, failure)
+        for request in edit.requests:
+            self._note(request, failure)
+
+    def _note(self, request: str, failure: Failure) -> None:
+        """Note that this stage could not do its part for a request. The last stage is told with the next message."""
+        if self._sends:
+            self._failures[request] = failure
+        elif self._fail is not None:
+            self._fail(request, failure)
+
+    def fail(self, request_id: str, failure: Failure) -> bool:
+        """End the host of a request for which another rank could not do its part. Returns whether it has blocks."""
+        if request_id in self._by_request:
+            self._note(request_id, failure)
+        return request_id in self._by_request
 
     def _take_failures(self) -> dict[str, Failure]:
         failures, self._failures = self._failures, {}
@@ -202,7 +226,7 @@ class ForwardedBlocks(BlocksOfOthers):
         If the last stage ends, vLLM ends this one.
         """
         while True:
-            head, *data = self._pull.recv_multipart(copy=True)
+            head, *data = self._parts()
             message, rows = _message.decode(head), RowBytes.of(data)
             if isinstance(message, kind):
                 return message, rows
@@ -210,8 +234,18 @@ class ForwardedBlocks(BlocksOfOthers):
                 raise RuntimeError(f"the last stage says {message!r:.200} where {kind.__name__} was expected")
             self._call(message, rows)
 
+    def _parts(self) -> list[bytes]:
+        """The last stage's next message, which the first rank passes on to the others."""
+        if self._ranks is None:
+            return self._pull.recv_multipart(copy=True)
+        if not self._sends:
+            return self._ranks.parts()
+        parts = self._pull.recv_multipart(copy=True)
+        self._ranks.pass_on(parts)
+        return parts
+
     def _call(self, called: Called, rows: RowBytes) -> None:
-        """Call a module for a block, and answer."""
+        """Call a module for a block, and answer. All ranks do, since each may have a part of the module."""
         answer, pieces = StageAnswer(self._stage), Pieces()
         try:
             answer.value = packed_whole(self.answers.checked_call(called.path, called.value, rows), pieces)

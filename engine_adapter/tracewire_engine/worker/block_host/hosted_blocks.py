@@ -123,7 +123,6 @@ class HostedBlocks:
 
         Raises:
             OSError: no host could be started.
-            MayWrite: the layout has no way for blocks that may do more than read.
         """
         if self._others is not None:
             # First, since it must be known on all ranks, also if no host can be had.
@@ -228,13 +227,21 @@ class HostedBlocks:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin(self, scheduled: dict[str, int], order: Iterable[str], index_of: Callable[[str], int]) -> bool:
+    def begin(
+        self,
+        scheduled: dict[str, int],
+        order: Iterable[str],
+        index_of: Callable[[str], int],
+        *,
+        waited: bool = False,
+    ) -> bool:
         """Begin a step. Returns whether blocks in hosts take part in it.
 
         Args:
             scheduled: the number of tokens of each request of the step.
             order: the scheduler's ids, in the order of the rows.
             index_of: gives the index of the token that a request samples in this step.
+            waited: whether earlier stages wait for blocks. Then the caller tells the other ranks, later.
         """
         self._active = []
         if self._staged is not None:  # a step that was not ended
@@ -271,9 +278,13 @@ class HostedBlocks:
         self._turns.tell_ahead(ahead)
         self._turns.ask(waiting)
         self._watch()
-        if self._others is not None and told:
-            self._others.tell(StepBegan(self._news()))
+        if not waited:
+            self._tell_began(scheduled)
         return bool(self._active)
+
+    def _tell_began(self, scheduled: Collection[str]) -> None:
+        if self._others is not None and self._others.takes_part(scheduled):
+            self._others.tell(StepBegan(self._news()))
 
     def begin_ahead(self, scheduled: Collection[str]) -> None:
         """Serve the hosts what earlier stages reach in a step with these requests, if these stages wait for it.
@@ -285,9 +296,11 @@ class HostedBlocks:
         requests = self._earlier.began()
         indices = {request_id: index for request_id, _, index in requests}
         counts = {request_id: count for request_id, count, _ in requests}
-        self.begin(counts, list(counts), indices.__getitem__)
+        self.begin(counts, list(counts), indices.__getitem__, waited=True)
         self._earlier.tell_began(self._watch_now)
         self._take_earlier()
+        self._watch()
+        self._tell_began(counts)
         self._ahead = True
 
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:

@@ -137,19 +137,27 @@ class RankLink:
             message: the message.
             data: the bytes of its tensors, as `CopiedRows` returns them.
         """
-        parts = [_encode(message)]
+        parts: list[bytes] = [_encode(message)]
         if data is not None and data.numel():
             parts.append(data.numpy().tobytes())
-        for socket in self._push:
-            socket.send_multipart(parts)
+        self.pass_on(parts)
 
     def hear(self) -> tuple[StepBegan | Served | Called, RowBytes]:
         """Wait for the next message of the first rank, and return it with the bytes of its tensors.
 
         If the first rank ends, vLLM ends this one.
         """
-        head, *data = self._pull.recv_multipart(copy=True)
+        head, *data = self.parts()
         return _message.decode(head), RowBytes.of(data)
+
+    def parts(self) -> list[bytes]:
+        """Wait for the next message of the first rank, and return its parts, still encoded."""
+        return self._pull.recv_multipart(copy=True)
+
+    def pass_on(self, parts: list[bytes]) -> None:
+        """Send the other ranks an encoded message, on the first rank."""
+        for socket in self._push:
+            socket.send_multipart(parts)
 
     def close(self) -> None:
         """Close the sockets."""

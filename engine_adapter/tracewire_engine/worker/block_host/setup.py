@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.adapter_links import link_to
 from tracewire_engine.protocol.block_host import HostSettings, ModuleOutline
 from tracewire_engine.protocol.keys import (
@@ -88,17 +89,19 @@ def hosted_blocks(runner: Any) -> BlocksElsewhere | None:
         return None
     model, ranks, address = runner.nnsight_model, runner.tracewire_ranks, config.get(LINK_ADDRESS) or ""
     stages = get_pp_group()
+    paths = ModelPaths(outline_of(runner.get_model()), model.__dict__["_tracewire_layers"])
+
+    def fail(request: str, failure: Failure) -> None:
+        ranks.fail(BlockKey(request, ""), lambda: failure)
+
+    others = None if ranks is None else RankLink(get_tp_group(), address)
     if not stages.is_last_rank:
-        paths = ModelPaths(outline_of(runner.get_model()), model.__dict__["_tracewire_layers"])
-        forwarded = ForwardedBlocks(model, Accounts(paths), stages, address, get_tp_group())
+        forwarded = ForwardedBlocks(model, Accounts(paths), stages, address, others, fail)
         _limit(forwarded.answers, runner)
         return forwarded
-    earlier = EarlierStages(stages, address, get_tp_group().world_size) if stages.world_size > 1 else None
-    others = None if ranks is None else RankLink(get_tp_group(), address)
+    earlier = EarlierStages(stages, address) if stages.world_size > 1 else None
     if others is not None and not others.first:
-        return FollowedBlocks(
-            model, others, lambda request, failure: ranks.fail(BlockKey(request, ""), lambda: failure)
-        )
+        return FollowedBlocks(model, others, fail, None if earlier is None else Accounts(paths))
     hosts = _hosts_of(runner, config, others, earlier)
     hosts.answers.inputs = runner.tracewire_inputs
     return hosts

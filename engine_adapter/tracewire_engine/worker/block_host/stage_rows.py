@@ -10,6 +10,8 @@ An earlier stage has no host. How a step goes depends on the blocks of its reque
   location it sends the rows (`StageReached`), and where blocks may write, it waits for what they leave (`Served`).
   Meanwhile it calls its modules for blocks that ask for it (`Called`, `StageAnswer`). `StagePart` ends the step. So the
   stages work on one such step at a time.
+
+If a stage has several tensor-parallel ranks, its first one does so, and passes on to the others what it is told.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from .rows import StepRows
 
 __all__ = [
     "HostedRequests",
-    "MayWrite",
     "Names",
     "Pieces",
     "StageAnswer",
@@ -96,34 +97,15 @@ class StageAnswer(msgspec.Struct, array_like=True, tag="answer"):
 StageMessage: TypeAlias = StageReached | StageBegan | StagePart | StageAnswer
 
 
-class MayWrite(NotImplementedError):
-    """A block may do more than read, and cannot run in a host of several stages with several ranks each."""
-
-
 class HostedRequests:
-    """The requests whose blocks run in hosts: the same ones on all stages.
+    """The requests whose blocks run in hosts: the same ones on all stages."""
 
-    Args:
-        ranks: how many tensor-parallel ranks a stage has.
-    """
-
-    def __init__(self, ranks: int = 1) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._reads: dict[str, frozenset[str]] = {}
         self._waited: set[str] = set()
 
     def add(self, request_id: str, account: Account) -> None:
-        """Take a new request with blocks.
-
-        Raises:
-            MayWrite: its blocks may do more than read, and a stage has several ranks.
-        """
-        if account.reads is None and self._ranks > 1:
-            raise MayWrite(
-                "with --blocks host and both --pipeline-parallel-size and --tensor-parallel-size, blocks may only "
-                "read, and the source of this one does not show that it does: change the model by declared "
-                "interventions, or start the engine with --blocks inline"
-            )
+        """Take a new request with blocks."""
         if account.reads is None:
             self._waited.add(request_id)
         else:

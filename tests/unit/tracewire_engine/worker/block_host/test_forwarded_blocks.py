@@ -1,8 +1,12 @@
-"""The first of two stages does for the hosts of the last one what one stage would do: all comes to the same."""
+"""The first of two stages does for the hosts of the last one what one stage would do: all comes to the same.
+
+So do stages of two ranks each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +15,14 @@ import pytest
 import torch
 
 from tests.support.hosted_model import HostedModel
-from tests.support.hosted_stages import HostedStages, stages
+from tests.support.hosted_ranks import linked
+from tests.support.hosted_stages import HostedStages, RankedStages, stages
 from tests.unit.tracewire_engine.worker.block_host.test_equal_to_inline import BLOCKS, ended, plain, run
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.block_host import Reply, Shape
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.worker.block_host.rank_link import Edit, Served, StepWatch
 from tracewire_engine.worker.block_host.rows import StepSpans
-from tracewire_engine.worker.block_host.stage_rows import MayWrite
 
 EACH = "for step in tracer.iter[:]:\n    "
 READS = {
@@ -111,27 +115,126 @@ def test_a_host_that_dies_at_an_early_location_ends_its_trace_alone(both: Hosted
     assert len(drawn) == 4
 
 
-def test_where_a_stage_has_several_ranks_both_stages_refuse_what_may_write() -> None:
-    forwarded, earlier = stages(ranks=2)
-    for source, refused in ((EACH + "model.logits[:] = 0\n", True), (READS["both"], False)):
-        block = Block(name="block", source=source, filename="mine.py", first_line=1)
-        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
-        account = forwarded._accounts.of(arguments)
-        request = SimpleNamespace(engine_id="a", index=0)
-        if not refused:
-            forwarded.open("a", request, arguments, ("a", 1, ""), [])
-            earlier.open("a", account)
-            # The first of the ranks sends. Another one copies nothing.
-            forwarded._sends = False
-            assert forwarded.begin_for({}, {"a": 1}, ["a"])
-            forwarded.reach("model.model.layers.0.output", (torch.ones(1, 4), None))
-            assert (forwarded._reached, forwarded._pieces.size) == ([], 0)
-            forwarded.end()
-            continue
-        with pytest.raises(MayWrite, match="--tensor-parallel-size, blocks may only read"):
-            forwarded.open("a", request, arguments, ("a", 1, ""), [])
-        with pytest.raises(MayWrite, match="--blocks inline"):
-            earlier.open("a", account)
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[RankedStages]:
+    ranked = RankedStages()
+    yield ranked
+    ranked.close()
+
+
+@pytest.mark.parametrize("chosen", [BLOCKS, READS], ids=["all", "reads"])
+def test_two_stages_of_two_ranks_come_to_what_one_comes_to(chosen: dict[str, Any], ranked: RankedStages) -> None:
+    blocks = {name.replace(" ", "."): source for name, source in chosen.items()}
+    alone = HostedModel()
+    expected, drawn = run(alone, blocks)
+    alone.close()
+    found, sampled = ranked.run(blocks)
+    assert sampled == drawn
+    for name in blocks:
+        assert (name, ended(found[name])) == (name, ended(expected[name]))
+        assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
+    assert not any(len(model.hosts) for model in (*ranked.firsts, ranked.second))
+    assert not ranked.failed
+    assert not ranked.second.failed
+
+
+def _meets(models: list[HostedModel], module: Callable[[HostedModel], Any]) -> list[int]:
+    """Let a module's calls wait for each other on these ranks, as a sharded one's do. Returns each rank's calls."""
+    meeting, entered = threading.Barrier(len(models)), [0] * len(models)
+    for rank, model in enumerate(models):
+        sharded = module(model)
+        sharded.tp_size, plainly = 2, sharded.forward
+
+        def forward(x: torch.Tensor, rank: int = rank, plainly: Any = plainly) -> torch.Tensor:
+            entered[rank] += 1
+            meeting.wait(10)
+            result: torch.Tensor = plainly(x)
+            return result
+
+        sharded.forward = forward
+    return entered
+
+
+def test_the_ranks_of_both_stages_run_the_sharded_modules_that_blocks_call() -> None:
+    """While the earlier stage waits, its own ones and those of the last stage, which waits for the earlier one."""
+    ranked = RankedStages()
+    early = _meets(list(ranked.firsts), lambda model: model.module.model.layers[0])
+    late = _meets([ranked.last, ranked.second], lambda model: model.module.model.norm)
+    blocks = {
+        "early": "k = [].save()\n"
+        + EACH
+        + "x = model.model.layers[1].input\n    k.append(model.model.layers[0](x).clone())\n",
+        "late": "k = [].save()\n"
+        + EACH
+        + "x = model.model.layers[1].input\n    x[:] = model.model.norm(x)\n    k.append(x.clone())\n",
+        "wrongly": EACH + "x = model.model.layers[1].input\n    model.model.layers[0](x[:, :2])\n",
+    }
+    try:
+        alone = HostedModel()
+        expected, drawn = run(alone, blocks)
+        alone.close()
+        # The calls of a module whose ranks wait for each other count.
+        before = list(early)
+        found, sampled = ranked.run(blocks)
+        assert sampled == drawn
+        for name in blocks:
+            assert (name, ended(found[name])) == (name, ended(expected[name]))
+            assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
+        assert early[0] == early[1] > before[0]
+        assert late[0] == late[1] >= 4
+    finally:
+        ranked.close()
+
+
+def test_rows_that_another_rank_of_an_earlier_stage_cannot_put_in_end_their_host() -> None:
+    ranked = RankedStages()
+    writes = EACH + "model.model.layers[0].output[0][:] *= 2.0\n"
+    second = ranked.firsts[1].hosts
+    served = second._served
+
+    def broken(value: Any) -> Any:
+        left = served(value)
+        second._broken(Edit(["writes-00000000"], StepSpans([], [], 0, 0), Reply()), torch.OutOfMemoryError("no memory"))
+        return left
+
+    second._served = broken
+    # As the ranks of a stage tell each other between steps.
+    begin_for = ranked.firsts[0].hosts.begin_for
+
+    def begin(*step: Any) -> bool:
+        for request, failure in ranked.failed:
+            assert ranked.firsts[0].hosts.fail(request, failure)
+        begun: bool = begin_for(*step)
+        return begun
+
+    ranked.firsts[0].hosts.begin_for = begin
+    try:
+        found, _ = ranked.run({"writes": writes, **READS})
+        finish = found["writes"].finish
+        assert finish is not None
+        assert finish.error is not None
+        assert (finish.error.type, finish.error.message) == ("OutOfMemoryError", "no memory")
+        assert [len(found[name].saves["seen"]) for name in READS] == [4, 4, 4]
+    finally:
+        ranked.close()
+
+
+def test_of_a_value_that_cannot_be_shared_the_other_ranks_are_told_that_nothing_is_left() -> None:
+    links = linked()
+    (first, earlier), (second, _) = [stages(link) for link in links]
+    block = Block(name="block", source=EACH + "model.model.layers[0].output[0][:] = 0\n", filename="a", first_line=1)
+    arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
+    location = "model.model.layers.0.output"
+    states = {"a": SimpleNamespace(num_computed_tokens=3, num_prompt_tokens=2)}
+    earlier.tell_began(StepWatch({location: 0}))
+    value = (torch.ones(1, 4), 2**70)
+    for rank in (first, second):
+        rank.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
+        assert rank.begin_for(states, {"a": 1}, ["a"])
+        assert rank.reach(location, value) is value
+        rank.end()
+    for link in links:
+        link.close()
 
 
 def test_a_value_that_cannot_be_shared_costs_the_blocks_that_ask_for_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-import pytest
 import torch
 from nnsight.intervention.source import NO_SKIP
 
@@ -13,7 +12,6 @@ from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.stage_rows import (
     HostedRequests,
-    MayWrite,
     Names,
     Pieces,
     named,
@@ -65,14 +63,6 @@ def test_all_stages_count_the_rows_of_the_same_requests() -> None:
     requests.discard("writes")
     requests.discard("reads")
     assert requests.rows_of(scheduled, list(scheduled)) is None
-
-
-def test_stages_of_several_ranks_take_only_what_reads() -> None:
-    requests = HostedRequests(ranks=2)
-    requests.add("reads", Account(reads=frozenset({"x"})))
-    with pytest.raises(MayWrite, match="blocks may only read, and the source of this one does not show that it does"):
-        requests.add("writes", Account())
-    assert requests.rows_of({"writes": 1}, ["writes"]) is None
 
 
 def test_a_name_travels_once() -> None:
