@@ -68,6 +68,9 @@ def converse(client: Any, url: str) -> None:
         with pytest.raises(client.exceptions.UnprocessableEntityException) as refused:
             traces.steer_trace("asked", client.SteerBody(values={"alpha": "much"}))
         assert refused.value.data.var_field.startswith("live")
+        # A trace that is cancelled before an engine has begun it has no choices.
+        while not traces.get_trace_state("asked").invokes:
+            pass
         cancelled = traces.cancel_trace("asked", client.ControlBody(by="me", reason="enough"))
         assert (type(cancelled), cancelled.cancelled) == (client.CancelledTrace, True)
         with pytest.raises(client.exceptions.NotFoundException) as missing:
