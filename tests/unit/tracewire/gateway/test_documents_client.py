@@ -21,7 +21,8 @@ PACKAGE = "generated_client"
 def generate(url: str, folder: Path) -> None:
     """Write the client's package into a folder."""
     document = folder / "openapi.json"
-    document.write_bytes(httpx.get(f"{url}/openapi.json").raise_for_status().content)
+    # The gateway makes the document now, which on a busy machine takes longer than httpx waits by default.
+    document.write_bytes(httpx.get(f"{url}/openapi.json", timeout=60).raise_for_status().content)
     generator = str(Path(sys.executable).with_name("openapi-generator-cli"))
     command = [generator, "generate", "-g", "python", "-i", str(document), "-o", str(folder)]
     names = f"--additional-properties=packageName={PACKAGE}"
