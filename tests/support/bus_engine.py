@@ -18,6 +18,7 @@ import msgspec
 
 from tracewire_bus.bus import Bus, Writer
 from tracewire_bus.domain.fold import Fold
+from tracewire_bus.store.control import Order
 from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.trace_records import Opened, Overtaken, TraceEnded, cancellation
 from tracewire_bus.wire.codec import decode_change, decode_event, decode_submission, encode
@@ -126,8 +127,10 @@ class Stage:
         self._changed.set()
 
     async def hold(self, by: str, *, resume: bool = False) -> None:
-        """Take an order to pause or resume, and tell of it."""
+        """Take an order to pause or resume, and tell of it. Before its first event, `accept` tells of it."""
         self.paused = None if resume else by
+        if not self.seq:
+            return
         event = Resumed if resume else Paused
         await self.publish(event(attempt=self.attempt, seq=self.seq, by=by))
         if resume:
@@ -205,6 +208,7 @@ class Stage:
 
     async def accept(self, **fields: Any) -> None:
         """Say that the trace runs."""
+        was_paused = self.paused is not None
         told: dict[str, Any] = {
             "engine": self._info.engine,
             "model": self._info.model,
@@ -221,7 +225,7 @@ class Stage:
                 **{**told, **fields},
             )
         )
-        if self.paused is not None:
+        if was_paused and self.paused is not None:
             await self.hold(self.paused)
 
     async def output(self, text: str, *steps: list[Delta], invoke: int = 0, choice: int = 0, **fields: Any) -> None:
@@ -316,6 +320,8 @@ class BusEngine:
         self.info = info
         self.taken: list[Submission] = []
         self.stages: dict[str, Stage] = {}
+        #: Orders for traces that are being opened: they came behind what the opening finds.
+        self._early: dict[str, list[Order]] = {}
         self._bus = bus
         self._script = script
 
@@ -343,13 +349,18 @@ class BusEngine:
             for entry in await self._bus.queue.take(self.info.model, self.info.engine, 16, BLOCK_MS):
                 submission = decode_submission(entry.fields[b"d"])
                 self.taken.append(submission)
+                early = self._early[entry.trace] = []
                 try:
                     opened = await self._bus.records.open(submission.trace, self.info.engine, entry.attempt)
                 except (TraceEnded, Overtaken):
                     await self._bus.queue.done(self.info.model, entry.trace)
                     continue
+                finally:
+                    del self._early[entry.trace]
                 stage = Stage(submission, writer, self.info, entry.queued_at, self._bus, opened)
                 self.stages[stage.trace] = stage
+                for order in early:
+                    await self._carry_out(order, stage)
                 group.start_soon(self._play, stage)
 
     async def _obey(self) -> None:
@@ -357,20 +368,25 @@ class BusEngine:
         try:
             while True:
                 for order in await reader.read(BLOCK_MS):
-                    stage = self.stages.get(order.trace)
-                    if stage is None or stage.ended:
-                        # Its final is on the way: nothing follows it.
-                        continue
-                    if order.kind == "steer":
-                        stage.change(order.change)
-                    elif order.kind in ("pause", "resume"):
-                        await stage.hold(order.by, resume=order.kind == "resume")
-                    else:
-                        stage.cancelled = cancellation(order.by, order.reason)
-                        stage.scope.cancel()
+                    if order.trace in self._early:
+                        self._early[order.trace].append(order)
+                    elif (stage := self.stages.get(order.trace)) is not None:
+                        await self._carry_out(order, stage)
         finally:
             with anyio.CancelScope(shield=True):
                 await reader.aclose()
+
+    async def _carry_out(self, order: Order, stage: Stage) -> None:
+        if stage.ended:
+            # Its final is on the way: nothing follows it.
+            return
+        if order.kind == "steer":
+            stage.change(order.change)
+        elif order.kind in ("pause", "resume"):
+            await stage.hold(order.by, resume=order.kind == "resume")
+        else:
+            stage.cancelled = cancellation(order.by, order.reason)
+            stage.scope.cancel()
 
     async def _play(self, stage: Stage) -> None:
         with stage.scope:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.support.streams import clients
+from tests.support.until import until
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.queue_entries import Taken, queue_names
 from tracewire_bus.store.submission_queue import _PUT
@@ -55,6 +56,15 @@ async def left_behind(bus: Bus) -> set[str]:
         for key in await bus.command("KEYS", "*:queue:*")
         if key.decode().startswith(prefix)
     }
+
+
+async def settled(bus: Bus, model: str = "tiny") -> None:
+    """Wait until a model's queue has no submission. One leaves it right after its trace's final has come."""
+
+    async def is_empty() -> bool:
+        return not await bus.command("HLEN", bus.keys.queue(model, "entries"))
+
+    await until(is_empty)
 
 
 async def idle(bus: Bus, count: int) -> bool:

@@ -33,12 +33,12 @@ class Scripted:
     async def __call__(self, stage: Stage) -> None:
         self.running += 1
         self.most = max(self.most, self.running)
-        try:
-            await self._play(stage)
-        finally:
-            self.running -= 1
+        failure = await self._play(stage)
+        # The client may know the end, and submit the next trace, before the script does.
+        self.running -= 1
+        await stage.final("failed" if failure else "finished", failure)
 
-    async def _play(self, stage: Stage) -> None:
+    async def _play(self, stage: Stage) -> Failure | None:
         prompt = stage.submission.invokes[0].prompt or ""
         self.sampling.append(stage.submission.invokes[0].sampling)
         await stage.accept(prompt_token_strings=[list(prompt)])
@@ -55,10 +55,9 @@ class Scripted:
                 self.patched.append((layer, position))
                 value += 100.0 * layer + position
                 if (layer, position) == self.fail:
-                    await stage.final("failed", Failure(type="ValueError", message="no", field="interventions"))
-                    return
+                    return Failure(type="ValueError", message="no", field="interventions")
         await stage.save("!", saved, logprobs=[{5: (value, 1, "a"), 6: (-1.0, 2, "b")}])
-        await stage.final()
+        return None
 
 
 async def test_each_layer_and_position_is_measured_once(client: Client, engine: Callable[..., Any]) -> None:

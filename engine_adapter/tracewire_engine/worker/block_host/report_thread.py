@@ -9,7 +9,7 @@ If a host has ended, what it has still reported is passed on first, and then the
 error. Hosts of one trace are closed with their trace, and shared ones when they have had no trace for a while.
 
 A host may be in the hands of a hostile block. So what it reports is checked before the adapter is told
-(`untrusted_reports.py`), and a host that reports what no host would is ended.
+(`untrusted_reports.py`), and a host that reports what no host would is ended. What comes behind that is not read.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ class ReportThread:
         except (ChannelClosed, *_NO_REPORT) as error:
             why = "" if isinstance(error, ChannelClosed) else f"what it reported is no report: {error}"
             host.fail(lost(why, len(host.traces)))
-            self._lose(host)
+            self._lose(host, trusted=isinstance(error, ChannelClosed))
 
     def _pass_on(self, host: BlockHost, report: HostReport) -> None:
         host.untrusted.check(report, host.turns)
@@ -390,13 +390,14 @@ class ReportThread:
             else:
                 self._unsent.append(part)
 
-    def _lose(self, host: BlockHost) -> None:
+    def _lose(self, host: BlockHost, *, trusted: bool = True) -> None:
+        """End a host's requests. What it has still reported is passed on first, if it is `trusted`."""
         if not host.lost:
             host.lost = True
             # First, so that a host which goes on reporting comes to an end.
             host.process.kill()
             try:
-                while messages := host.process.reports.arrived():
+                while trusted and (messages := host.process.reports.arrived()):
                     for message in messages:
                         self._pass_on(host, _reports.decode(message))
             except (ChannelClosed, *_NO_REPORT):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support.cli import steered_story
@@ -40,7 +41,14 @@ def test_tokens_a_second() -> None:
     assert rate.value(110.0) == 0.0
 
 
-async def test_traces_come_and_go(client: Client, engine: Callable[..., Any]) -> None:
+async def test_traces_come_and_go(client: Client, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    subscriptions, subscribe = [], client.subscribe
+
+    def subscribed(*words: Any, **options: Any) -> Any:
+        subscriptions.append(subscribe(*words, **options))
+        return subscriptions[-1]
+
+    monkeypatch.setattr(client, "subscribe", subscribed)
     async with engine(steered_story, engine="e1"), looking(client) as fleet:
         await fleet.look()
         assert fleet.traces == {}
@@ -49,6 +57,8 @@ async def test_traces_come_and_go(client: Client, engine: Callable[..., Any]) ->
             await fleet.look()
             followed = fleet.traces[trace.id]
             assert [one.name for one in fleet.engines] == ["e1"]
+            # The fleet sees what comes from when its subscription has begun.
+            await until(lambda: bool(subscriptions) and subscriptions[0]._started)
             await trace.steer(alpha=1.0)
             await until(lambda: followed.view.tokens == 5)
             assert fleet.tokens_per_second("e1") > 0

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bus_engine import Stage
 from tests.support.cli import command, story
+from tests.support.queue import settled
 from tracewire import Client, Recording
 
 
@@ -34,6 +35,7 @@ async def test_a_trace_is_recorded_shown_and_run_again(
         began.set()
         await trace.until_done()
         (await trace.record()).save(path)
+        await settled(client._session.open_bus())
         assert await command("record", trace.id, "-o", str(tmp_path / "late.twrec"), *where) == 0
         said = capsys.readouterr()
         assert said.out == f"{tmp_path / 'late.twrec'}: 12 events\n"

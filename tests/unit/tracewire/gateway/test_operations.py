@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import ROOT
@@ -104,10 +105,14 @@ async def test_dead_letters_are_counted(bus: Bus, served: Served) -> None:
 
 
 async def test_a_change_is_timed_up_to_its_first_token(engine: Engine, served: Served) -> None:
+    answered = anyio.Event()
+
     async def script(stage: Stage) -> None:
         await stage.accept()
         await stage.output("one")
         await stage.steered()
+        # A change that is told of before the gateway knows its version is not timed.
+        await answered.wait()
         await stage.tell()
         await stage.final()
 
@@ -117,6 +122,7 @@ async def test_a_change_is_timed_up_to_its_first_token(engine: Engine, served: S
         chunks = stream.__aiter__()
         await anext(chunks)
         assert (await http.post("/traces/t/steer", json={"values": {"alpha": 1.0}})).status_code == 200
+        answered.set()
         async for _ in chunks:
             pass
         found = await metrics(served)

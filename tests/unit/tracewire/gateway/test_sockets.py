@@ -160,7 +160,8 @@ async def test_orders_count_against_the_limits_of_their_key(
     file.write_text(entry_of("alice", "alice", frozenset({"read", "steer"}), "") + limits)
     async with engine(running), gateway(keys=file) as served:
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
-            await trace.accepted()
+            # No event comes after that, but the replies.
+            assert (await anext(trace)).text == "one"
         async with socket(served, trace.id, "alice", "?since=now") as connection:
 
             async def reply(**fields: Any) -> Any:

@@ -15,6 +15,7 @@ from tests.support import ROOT
 from tests.support.cells import blocks, run_cell
 from tests.support.guards import alarms_of, audited, ended, guard_process, rules, write_rules
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
+from tests.support.stepping import Gate
 from tests.support.until import until
 from tracewire import Client, Guard, Paused, Resumed
 from tracewire.guards.rules import read_rules
@@ -136,17 +137,28 @@ async def _has_begun(bus: Bus) -> bool:
     return all(found)
 
 
+def up_to(alarm: str) -> Gate:
+    """Lets an engine step up to the first alarm of a trace and no further, until the gate is opened.
+
+    A guard that is slow comes too late for the trace otherwise.
+    """
+    gate = Gate()
+    gate.step(alarms_of(alarm, TOKENS)[0] + 1)
+    return gate
+
+
 async def test_what_a_dead_guard_paused_is_taken_over_by_another(
     client: Client, bus: Bus, guarded: Guarded, tmp_path: Path
 ) -> None:
     """It asks somebody who never answers, and is killed; the other of its group decides."""
     name = next(name for name, tokens in ran(200).items() if tokens and tokens[0] < 10)
+    gate = up_to(name)
     path = tmp_path / "rules.toml"
     write_rules(path, rules(idle=1.0, rule={"timeout": 300.0, "do": None, "ask": "terminal"}))
     process = guard_process(client.url, bus.keys.prefix, path, "dead")
     with anyio.fail_after(PATIENCE):
         try:
-            async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.02)), info()):
+            async with serving(bus, ScriptedEngine(gate), info()):
                 await client.models.get("tiny", timeout=PATIENCE)
                 trace = client.trace("tiny", name, acts, max_tokens=TOKENS, trace_id=name, detach=True)
                 await until(lambda: _has_begun(bus))
@@ -154,6 +166,7 @@ async def test_what_a_dead_guard_paused_is_taken_over_by_another(
                     if isinstance(item, Paused):
                         ended(process)
                         break
+                gate.open()
                 async with guarded(idle=1.0) as guard:
                     assert await trace.until_done() == "finished"
                     await until(lambda: _nothing_pending(bus))
@@ -178,8 +191,9 @@ async def test_the_engine_ends_the_pause_of_a_guard_that_has_died(
             raise AssertionError
 
     name = next(name for name, tokens in ran(200).items() if len(tokens) == 1 and tokens[0] < 10)
+    gate = up_to(name)
     with anyio.fail_after(PATIENCE):
-        async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.02)), info()):
+        async with serving(bus, ScriptedEngine(gate), info()):
             await client.models.get("tiny", timeout=PATIENCE)
             trace = client.trace("tiny", name, acts, max_tokens=TOKENS, trace_id=name, detach=True)
             with anyio.CancelScope() as died:
@@ -187,6 +201,7 @@ async def test_the_engine_ends_the_pause_of_a_guard_that_has_died(
                 async with anyio.create_task_group() as group:
                     group.start_soon(guard.run)
                     await trace.until_done()
+            gate.open()
             # A cancelled guard does not resume what it has paused if it cannot.
             assert await trace.until_done() == ("finished" if then == "resume" else "cancelled")
 
@@ -214,7 +229,8 @@ async def test_the_code_of_the_page_runs(client: Client, bus: Bus, capsys: pytes
         async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.02)), info()), anyio.create_task_group() as group:
             await client.models.get("tiny", timeout=PATIENCE)
             group.start_soon(partial(run_cell, code, "<guards>", {"client": client, "rules": rules(rule=CANCEL)}))
-            trace = client.trace("tiny", name, acts, max_tokens=TOKENS, trace_id=name, detach=True)
+            # It runs until it is cancelled, however slow the guard is.
+            trace = client.trace("tiny", name, acts, max_tokens=100_000, trace_id=name, detach=True)
             assert await trace.until_done() == "cancelled"
             await until(lambda: _nothing_pending(bus))
             group.cancel_scope.cancel()

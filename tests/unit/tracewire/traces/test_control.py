@@ -13,6 +13,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import BusEngine, Stage, engine_info, tiny
 from tests.support.clients import events_of
+from tests.support.queue import settled
 from tests.support.redis.proxy import proxy
 from tracewire import Accepted, Client, Final, FirstToken, Output, Paused, Resumed, Steered
 from tracewire_bus.bus import Bus, Fenced
@@ -265,6 +266,7 @@ async def test_every_consumer_sees_one_order(client: Client, embedded: str, pref
 
     async def script(stage: Stage) -> None:
         await stage.accept()
+        await stage.save("x", {"alpha": stage.live["alpha"]})
         while not enough.is_set():
             await stage.save("x", {"alpha": stage.live["alpha"]})
         await stage.final()
@@ -315,6 +317,8 @@ async def test_an_id_is_not_used_again_when_its_trace_is_forgotten(
             await trace.result()
         async with client.trace("tiny", "hello", trace_id="mine") as again:
             assert (await again.result()).text == "one two three"
+        # Until then it could be submitted once more.
+        await settled(bus)
         await bus.command("DEL", bus.keys.events("mine"), bus.keys.record("mine"))
         with pytest.raises(tracewire.TraceIdTaken, match="take another one") as caught:
             await client.trace("tiny", "hello", trace_id="mine").start()

@@ -393,13 +393,16 @@ async def test_a_paused_trace_that_was_taken_from_its_engine_is_let_go_of(client
                 if isinstance(item, Paused):
                     break
             assert slow.tracked == 1
-            async with serving(bus, free(), info()):
+            # An engine may make some steps before a pause of an earlier attempt reaches it. This one makes none.
+            gate = Gate()
+            async with serving(bus, ScriptedEngine(gate), info()):
                 await bus.queue.put_back("tiny", first._info.engine, "it was slow", lost=True)
                 with anyio.fail_after(PATIENCE):
                     async for item in trace:
                         if isinstance(item, Paused):
                             break
                     assert item.attempt == 2
+                    gate.open()
                     await trace.resume()
                     await trace.result()
                     while slow.tracked or first._claims.runs:

@@ -11,6 +11,7 @@ import pytest
 
 import tracewire
 from tests.support.bus_engine import Stage
+from tests.support.queue import settled
 from tracewire import Client, Fan, FanStep
 from tracewire.traces.recorder.fan import _distance
 from tracewire_bus.wire.packing import unpack
@@ -100,6 +101,7 @@ async def test_what_cannot_be_forked_is_named(client: Client, engine: Callable[.
                 await trace.fork([{}], at=99)
             with pytest.raises(tracewire.TraceRejected, match="beta"):
                 await trace.fork([{"beta": 1.0}], at=1)
+            await settled(client._session.open_bus())
             with pytest.raises(tracewire.InvalidRecording):
                 await client.fork(trace.id, [{}])
 

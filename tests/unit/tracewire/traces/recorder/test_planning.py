@@ -11,6 +11,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import Stage
 from tests.support.cli import WORDS, steered_story
+from tests.support.queue import settled
 from tracewire import Client, Recording
 from tracewire.traces.recorder.planning import Place, planned_again, planned_fork
 from tracewire_bus.wire.packing import unpack
@@ -73,6 +74,7 @@ async def test_a_cut_trace_runs_as_far_as_it_came(client: Client, engine: Callab
         async with engine(script), client.trace("tiny", "x", max_tokens=50) as trace:
             await trace.until_done()
             cut = await trace.record()
+            await settled(client._session.open_bus())
             nothing = await client.record(trace.id)
     assert planned_again(cut, "me").invokes[0].sampling == {"max_tokens": 3, "seed": 7}
     with pytest.raises(tracewire.InvalidRecording, match="lacks the submission"):

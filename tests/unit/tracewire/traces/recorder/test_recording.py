@@ -13,6 +13,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import Stage
 from tests.support.cli import WORDS, steered_story
+from tests.support.queue import settled
 from tracewire import Client, Recording, Steer
 from tracewire.traces.recorder.container import read_content, write_content
 from tracewire_bus.wire.messages import Versions
@@ -83,6 +84,7 @@ async def test_a_running_trace_of_another_client_is_recorded_with_its_submission
             go.set()
             await trace.until_done()
             # The queue keeps it no longer, and the handle does.
+            await settled(client._session.open_bus())
             late = await other.record(trace.id)
             assert (late.complete, late.submission) == (True, None)
             assert (await trace.record()).submission is not None

@@ -91,6 +91,10 @@ def add(host: BlockHost, trace: str, request: str) -> None:
     host.take_request(HostedRequest(made, f"{request}-1", request, 0), Arrived(f"{request}-1", {}), None)
 
 
+def waits(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
 def test_records_of_the_traces_own_requests_are_passed_on() -> None:
     thread, known, host, sent = watched()
     steps = [StepRecord(name, 0, 0, NOTHING) for name in ("r", "foreign", "t")]
@@ -179,14 +183,25 @@ def test_a_host_that_sends_no_report_ends_its_requests(garbage: bytes) -> None:
     assert host.killed
 
 
-def test_a_host_that_reports_what_no_host_reports_is_ended() -> None:
+@pytest.mark.parametrize("more", ["has come with it", "comes as it is ended"])
+def test_a_host_that_reports_what_no_host_reports_is_ended(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     thread, known, host, sent = watched()
+    killed, reads = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        if more == "comes as it is ended":
+            host.says(Reported([StepRecord("r", 0, 5, NOTHING)]))
+        killed.set()
+
+    monkeypatch.setattr(host, "kill", kill)
+    thread.do(lambda: waits(reads))
     host.says(Reported([StepRecord("r", 0, 4, msgspec.Raw(b"\x91\xc0"))]))
-    # Although more of it has come already.
-    host.says(Reported([StepRecord("r", 0, 5, NOTHING)]))
+    if more == "has come with it":
+        host.says(Reported([StepRecord("r", 0, 5, NOTHING)]))
+    reads.set()
     (ended,) = sent.next().steps
     assert (ended.index, ended.ended) == (0, "error")
-    assert host.killed
+    assert killed.is_set()
     thread.finish(known.records["r", 0])
     (finish,) = sent.next().finishes
     assert finish.error.type == "BlockHostLost"
@@ -220,7 +235,9 @@ def test_a_host_that_takes_no_turn_ends_its_requests() -> None:
     assert host.killed
 
 
-def test_what_several_hosts_report_of_a_step_leaves_as_one_message() -> None:
+def test_what_several_hosts_report_of_a_step_leaves_as_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The thread waits for the second report however long that takes.
+    monkeypatch.setattr(report_thread, "_GATHERED", 1_000_000)
     host, second, sent = Host(), Host(), Sent()
     messages: list[int] = []
     link: Any = sent
@@ -235,11 +252,14 @@ def test_what_several_hosts_report_of_a_step_leaves_as_one_message() -> None:
     for one, name in ((host, "r"), (second, "s")):
         process: Any = one
         known = BlockHost(process, None)
-        # It owes a turn beside the one that it reports.
-        known.turns, known.taken = 2, 0
+        known.turns, known.taken = 1, 0
         add(known, name, name)
-        one.says(Reported([StepRecord(name, 0, 0, NOTHING)], turns=1))
         thread.watch(known)
+    both = threading.Event()
+    thread.do(both.set)
+    waits(both)
+    for one, name in ((host, "r"), (second, "s")):
+        one.says(Reported([StepRecord(name, 0, 0, NOTHING)], turns=1))
     assert {sent.next().steps[0].request for _ in range(2)} == {"r", "s"}
     assert messages == [2]
 
@@ -352,23 +372,47 @@ class Senders(Sent):
         super().send(*reports)
 
 
-def stepping(monkeypatch: pytest.MonkeyPatch, step_s: float) -> tuple[ReportThread, BlockHost, Host, Senders]:
-    """A model's first step has begun. The thread leaves its work to the next steps for `step_s`."""
-    monkeypatch.setattr(report_thread, "_STEP_S", step_s)
+class Left(threading.Event):
+    """What the thread waits for while it leaves its work to the model's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch) -> tuple[ReportThread, BlockHost, Host, Senders]:
+    """A model's first step has begun, and the thread leaves its work to the next steps for an hour."""
+    monkeypatch.setattr(report_thread, "_STEP_S", 3600.0)
     host, sent = Host(), Senders()
     link: Any = sent
     process: Any = host
     thread = ReportThread(lambda: link, None)
+    thread._hurried = left = Left()
     known = BlockHost(process, None)
     known.turns = 9
     add(known, "t", "r")
     thread.watch(known)
     thread.between_steps()
+    # Woken, the thread sees that a step has begun. Before that, it may still do what it woke for earlier.
+    thread.do(lambda: None)
+    assert left.waited_for.wait(30)
     return thread, known, host, sent
 
 
+def last_step(monkeypatch: pytest.MonkeyPatch, thread: ReportThread) -> None:
+    """Begin a step behind which none follows soon."""
+    monkeypatch.setattr(report_thread, "_STEP_S", 0.01)
+    thread.between_steps()
+    # The thread sleeps for the hour of the step before. It wakes, and sees how long it leaves its work after this one.
+    thread._hurried.set()
+
+
 def test_between_steps_the_model_s_thread_passes_reports_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    thread, known, host, sent = stepping(monkeypatch)
     for index in range(3):
         host.says(Reported([StepRecord("r", 0, index, NOTHING)], turns=index + 1))
         while sent.reports.empty():
@@ -379,14 +423,15 @@ def test_between_steps_the_model_s_thread_passes_reports_on(monkeypatch: pytest.
 
 
 def test_the_thread_passes_reports_on_when_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, host, sent = stepping(monkeypatch, 0.01)
+    thread, _, host, sent = stepping(monkeypatch)
+    last_step(monkeypatch, thread)
     host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
     assert sent.next().steps[0].index == 0
     assert threading.get_ident() not in sent.threads
 
 
 def test_the_model_s_thread_passes_reports_on_while_it_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    thread, known, host, sent = stepping(monkeypatch)
     host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
     while not known.taken:
         thread.wait_for_reports(30.0)
@@ -407,7 +452,7 @@ class Rows:
 
 
 def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    thread, known, host, _ = stepping(monkeypatch)
     rows: list[Any] = [Rows(), Rows()]
     turns = [LateTurn(known, Turn([Generated(bytes([number]))]), [one]) for number, one in enumerate(rows)]
     calls = HostChannel(host._other[1])
@@ -425,7 +470,7 @@ def test_between_steps_turns_leave_when_their_rows_have_come(monkeypatch: pytest
 
 
 def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    thread, known, host, _ = stepping(monkeypatch)
     late: Any = Rows()
     thread.send_later(LateTurn(known, Turn([], mark=7), [late]))
     thread.send_now((known,))
@@ -438,7 +483,7 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
         def arrive(self, memory: RowMemory) -> None:
             raise RuntimeError("no such rows")
 
-    thread, known, host, sent = stepping(monkeypatch, 3600.0)
+    thread, known, host, sent = stepping(monkeypatch)
     broken: Any = Broken()
     thread.send_later(LateTurn(known, Turn([]), [broken]))
     thread.send_now((known,))
@@ -451,7 +496,7 @@ def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPa
 
 
 def test_hosts_are_told_of_short_steps_together_and_of_long_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    thread, known, host, _ = stepping(monkeypatch)
     calls = HostChannel(host._other[1])
     monkeypatch.setattr(report_thread, "_HELD_S", 3600.0)
     monkeypatch.setattr(report_thread, "_LONG_S", 3600.0)
@@ -473,17 +518,18 @@ def test_a_host_is_told_of_the_last_step_when_none_follows(monkeypatch: pytest.M
     monkeypatch.setattr(report_thread, "_LONG_S", 3600.0)
     # The thread looks at nothing by itself.
     monkeypatch.setattr(report_thread, "_LOOK_MS", 3_600_000)
-    thread, known, host, _ = stepping(monkeypatch, 0.05)
+    thread, known, host, _ = stepping(monkeypatch)
     calls = HostChannel(host._other[1])
-    for number in range(2):
-        thread.send_later(LateTurn(known, Turn([Generated(bytes([number]))]), []))
-        thread.between_steps()
+    thread.send_later(LateTurn(known, Turn([Generated(b"\0")]), []))
+    thread.between_steps()
+    thread.send_later(LateTurn(known, Turn([Generated(b"\1")]), []))
+    last_step(monkeypatch, thread)
     (sent,) = map(msgspec.msgpack.Decoder(Turn).decode, [calls.receive(30)])
     assert [event.message for event in sent.events] == [b"\0", b"\1"]
 
 
 def test_only_the_turns_of_some_hosts_leave_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, known, host, _ = stepping(monkeypatch, 3600.0)
+    thread, known, host, _ = stepping(monkeypatch)
     process: Any = Host()
     other = BlockHost(process, None)
     late: Any = Rows()
@@ -497,7 +543,7 @@ def test_only_the_turns_of_some_hosts_leave_now(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_thread_does_its_work_at_once_if_it_has_to_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread, _, host, sent = stepping(monkeypatch, 3600.0)
+    thread, _, host, sent = stepping(monkeypatch)
     host.says(Reported([StepRecord("r", 0, 0, NOTHING)], turns=1))
     thread.hurry()
     assert sent.next().steps[0].index == 0
