@@ -228,12 +228,7 @@ class HostedBlocks:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        scheduled: dict[str, int],
-        order: Iterable[str],
-        index_of: Callable[[str], int],
-        *,
-        waited: bool = False,
+        self, scheduled: dict[str, int], order: Iterable[str], index_of: Callable[[str], int], *, waited: bool = False
     ) -> bool:
         """Begin a step. Returns whether blocks in hosts take part in it.
 
@@ -432,20 +427,8 @@ class HostedBlocks:
 
     def _watch(self) -> None:
         """Note where hosts want something from now on."""
-        watching: dict[str, list[BlockHost]] = {}
-        watch = self._watch_now = StepWatch()
-        for host in self._active:
-            if host.failure is not None:
-                continue
-            # Once, since another thread may change it.
-            observed = host.observed
-            for location in {*host.waits, *observed}:
-                watching.setdefault(location, []).append(host)
-            if self._others is not None or self._earlier is not None:
-                watch.observed |= observed
-                for location, after in host.waits.items():
-                    watch.waits[location] = min(after, watch.waits.get(location, after))
-        self._watching = watching
+        told = self._others is not None or self._earlier is not None
+        self._watching, self._watch_now = _watched_by(self._active, told=told)
 
     def _news(self) -> StepWatch | None:
         """Where the other ranks do something from now on; `None` if it is what they know."""
@@ -464,6 +447,24 @@ class HostedBlocks:
         self._watch()
         self._others.tell(Served(edits, self._news()), data)
         return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
+
+
+def _watched_by(hosts: Iterable[BlockHost], *, told: bool) -> tuple[dict[str, list[BlockHost]], StepWatch]:
+    """The hosts that want something at each location; and what others are told of that, if there are any to be told."""
+    watching: dict[str, list[BlockHost]] = {}
+    watch = StepWatch()
+    for host in hosts:
+        if host.failure is not None:
+            continue
+        # Once, since another thread may change it.
+        observed = host.observed
+        for location in {*host.waits, *observed}:
+            watching.setdefault(location, []).append(host)
+        if told:
+            watch.observed |= observed
+            for location, after in host.waits.items():
+                watch.waits[location] = min(after, watch.waits.get(location, after))
+    return watching, watch
 
 
 class _Layout:

@@ -29,8 +29,7 @@ def three() -> list[Any]:
     def end(group: Any, address: str) -> Any:
         if group.rank_in_group == 2:
             return EarlierStages(group, address)
-        ranks = SimpleNamespace(rank_in_group=0, world_size=1)
-        return ForwardedBlocks(Envoy(module), Accounts(paths), group, address, ranks)
+        return ForwardedBlocks(Envoy(module), Accounts(paths), group, address)
 
     return linked(end, 3)
 
