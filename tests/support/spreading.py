@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -37,6 +38,20 @@ class Spreading(LoadFileScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return group(super()._split_scope(nodeid))
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a process more tests, or let it end.
+
+        A process runs a test when it has the next one, or knows that none comes. If a process has died, xdist gives one
+        group of its tests to the process that takes its place. It does not look whether any of them is left to run.
+        """
+        for scope in [scope for scope, tests in self.workqueue.items() if all(tests.values())]:
+            del self.workqueue[scope]
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
 
 
 def check(items: list[pytest.Item]) -> None:
