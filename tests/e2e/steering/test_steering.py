@@ -18,16 +18,16 @@ from tracewire import Client, Live, Model, Output, Probe, Steer, Steered, StopWh
 async def test_a_change_holds_from_the_token_that_its_event_names(live_client: Client, model: Model) -> None:
     vector = direction(model)
     async with live_client.trace(
-        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=100, temperature=0.0, ignore_eos=True
+        model, PROMPT, steered(direction=vector), live={"alpha": 0.0}, max_tokens=300, temperature=0.0, ignore_eos=True
     ) as trace:
         items = await steer_along(trace, [3.0, -2.0, 5.5], 8, in_turn=True)
         live = await trace.result()
     check_order(items)
-    expected = schedule_of(items, 0.0, 100)
-    assert live.saves["used"][:100] == expected
+    expected = schedule_of(items, 0.0, 300)
+    assert live.saves["used"][:300] == expected
     assert len(set(expected)) == 4
     async with live_client.trace(
-        model, PROMPT, scheduled(direction=vector, schedule=expected), max_tokens=100, temperature=0.0, ignore_eos=True
+        model, PROMPT, scheduled(direction=vector, schedule=expected), max_tokens=300, temperature=0.0, ignore_eos=True
     ) as trace:
         known = await trace.result()
     assert live.token_ids == known.token_ids
