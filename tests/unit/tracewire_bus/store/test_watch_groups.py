@@ -223,8 +223,8 @@ async def test_a_kept_entry_stays_while_its_reader_reads_on(bus: Bus) -> None:
     for number in range(6):
         await bus.submit(submission(f"t{number}"))
     async with (
-        bus.watch_group("g", "a", since="start", idle_s=0.4) as first,
-        bus.watch_group("g", "b", idle_s=0.4) as second,
+        bus.watch_group("g", "a", since="start", idle_s=1.2) as first,
+        bus.watch_group("g", "b", idle_s=1.2) as second,
     ):
         kept = {}
         for event in await some_kept(first, 6, kept):

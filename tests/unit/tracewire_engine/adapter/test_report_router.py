@@ -61,7 +61,7 @@ async def test_cancel_and_deadline_get_through_to_a_trace_that_waits_for_a_lost_
     # Whether it is lost nobody can tell: the end that is reported is one behind large arrays.
     monkeypatch.setattr(pending.PendingChoice, "has_gap", lambda self, reads: False)
     engine = Reporting()
-    deadline = 0.5 if how == "expired" else None
+    deadline = 2.0 if how == "expired" else None
     with anyio.fail_after(PATIENCE):
         async with (
             adapted(embedded, prefix, engine, engine_patience_s=_NEVER_S) as adapter,
