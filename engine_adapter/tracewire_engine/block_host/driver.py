@@ -50,7 +50,7 @@ _SLOW_S = 0.02
 #: How many bytes of reports may wait here for the worker while more are made.
 _WAITING = 16 << 20
 
-#: The largest report, in bytes. Large arrays are not in reports.
+#: The largest report, in bytes. Large arrays are not in reports, unless the engine has no threshold for them.
 _MOST_REPORTED = 240 << 20
 
 _turns = msgspec.msgpack.Decoder(Turn)
@@ -97,7 +97,7 @@ class _Link:
         unsent.turns, unsent.mark, unsent.used_us = turns, mark, used_us
         message = _encode(unsent)
         if len(message) > _MOST_REPORTED:
-            raise ValueError(f"the saves of a step take {len(message)} bytes; at most {_MOST_REPORTED} may")
+            raise ValueError(f"the saves of a turn take {len(message)} bytes; at most {_MOST_REPORTED} may")
         self._channel.settle(_WAITING)
         self._channel.send(message)
 

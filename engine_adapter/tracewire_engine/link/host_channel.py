@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -207,8 +207,26 @@ class HostChannel:
             raise closed
         return found
 
-    def _take(self) -> None:
-        """Read what has come, as far as the kernel gives it at once."""
+    def last(self, most: int = 1 << 30) -> Iterator[bytes | memoryview]:
+        """The messages that the other end has sent before its end. Does not wait.
+
+        Args:
+            most: how many bytes are read at most.
+
+        Raises:
+            ChannelClosed: the other end is gone, and all its messages were yielded before; or what it sent is no
+                message.
+        """
+        read = 1
+        while read and most > 0:
+            while (message := self._next()) is not None:
+                yield message
+            most -= (read := self._take())
+        while (message := self._next()) is not None:
+            yield message
+
+    def _take(self) -> int:
+        """Read what has come, as far as the kernel gives it at once. Returns how many bytes that were."""
         if self._broken is not None:
             raise self._broken
         try:
@@ -217,7 +235,7 @@ class HostChannel:
             else:
                 size = self._socket.recv_into(_thread.piece)
         except BlockingIOError:
-            return
+            return 0
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         if not size:
@@ -228,6 +246,7 @@ class HostChannel:
             # What comes behind it is no message.
             self._broken = error
             raise
+        return size
 
     def _put(self, size: int) -> None:
         """Take so many bytes that were read."""

@@ -88,18 +88,15 @@ class BlobSender:
         lane = (record.request, record.choice)
         self._new.put((lane, self._finish(lane, time.time(), record, ending, checked)))
 
-    def relay(
-        self, lane: _Lane, message: BlobChunk | Report, data: bytes = b"", sent: Callable[[], None] = lambda: None
-    ) -> None:
+    def relay(self, lane: _Lane, message: BlobChunk | Report, data: Callable[[], bytes | None]) -> None:
         """Send a piece of a large array, or a report, behind all that was sent of the same lane before.
 
         Args:
             lane: of the trace.
             message: the report, or the piece's place in its array.
-            data: the piece's bytes.
-            sent: is called when the message is no longer held here, whether it could be sent or not.
+            data: gives the piece's bytes when its turn has come, and nothing of a report; `None`: it is not sent.
         """
-        self._new.put((lane, self._relay(lane, message, data, sent)))
+        self._new.put((lane, self._relay(lane, message, data)))
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -131,15 +128,13 @@ class BlobSender:
             self._fail(lane, error)
         self._send(lane, Report(time=ended_at, steps=[record]))
 
-    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: bytes, sent: Callable[[], None]) -> Iterator[None]:
+    def _relay(self, lane: _Lane, message: BlobChunk | Report, data: Callable[[], bytes | None]) -> Iterator[None]:
         yield
-        try:
-            if isinstance(message, Report):
-                self._send(lane, message)
-            else:
-                self._socket(lane).send_multipart([_encoder.encode(message), data], copy=False)
-        finally:
-            sent()
+        given = data()
+        if isinstance(message, Report):
+            self._send(lane, message)
+        elif given is not None:
+            self._socket(lane).send_multipart([_encoder.encode(message), given], copy=False)
 
     def _finish(
         self,

@@ -245,11 +245,12 @@ class RequestFinisher:
                 if tracker.broken is not None:
                     name, raised = tracker.broken
                     record.error = failure_of(raised, None, hint=f" (while the shared value {name!r} was read)")
-                if tracker.large or tracker.late:
-                    self._reporter.finish(record, ending)
-                    return
-                deltas, record.manifest, _ = ending.compare()
-                record.deltas = msgspec.Raw(encode(deltas))
+                later = tracker.large or tracker.late
+                if not later:
+                    deltas, record.manifest, _ = ending.compare()
+                    record.deltas = msgspec.Raw(encode(deltas))
+            if later:
+                return self._reporter.finish(record, ending)
         except Exception as exception:
             logger.exception("could not report the shared values of %s", run.name)
             record.error = failure_of(exception, None, hint=" (while the shared values were read)")

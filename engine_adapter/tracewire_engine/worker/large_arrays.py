@@ -68,7 +68,8 @@ class LargeArrayBudget:
         """
         if self.room is not None:
             if nbytes > self.room:
-                raise Unsavable((), f"earlier large arrays wait for the bus; at most {self.room} bytes more may")
+                room = max(0, self.room)
+                raise Unsavable((), f"earlier large arrays wait for the bus; at most {room} bytes more may")
             self.room -= nbytes
 
     def free(self, nbytes: int) -> None:
@@ -297,6 +298,15 @@ class SaveSnapshot:
         if made is not None:
             self._frozen[id(value)] = made
         return made
+
+    def promise(self, frozen: Frozen) -> None:
+        """Note that what was frozen to be compared will be sent.
+
+        Raises:
+            Unsavable: so many bytes may not be sent now.
+        """
+        for array in [frozen] if isinstance(frozen, LargeArray) else frozen.arrays:
+            self._budget.promise(array.nbytes)
 
     def _array(self, value: Any, path: tuple[Any, ...]) -> LargeArray:
         made = LargeArray(value, str(path[0]) if path else "", self._budget, still=self._still, sent=self._sent)

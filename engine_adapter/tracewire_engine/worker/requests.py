@@ -145,6 +145,9 @@ class TracedRequests(RequestBook):
             live = self._join(request_id, request, arguments)
         except Exception as exception:  # live parameters that cannot be decoded
             live, request.error = LiveRun(""), failure_of(exception, None)
+        if self.hosts is not None and not (block is None and edits is None):
+            # Even if it fails here: the other ranks and stages go by the request's arguments.
+            self.hosts.expect(request_id, arguments)
         names = self._declare(request_id, request, arguments, live)
         if block is None and edits is None and request.error is None:
             return

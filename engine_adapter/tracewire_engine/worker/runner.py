@@ -118,6 +118,7 @@ class TracewireRunner(RunnerParts):
         for run in self.tracewire_changed:
             self.tracewire_declared.update_live(run)
 
+    @torch.inference_mode()
     def begin_ahead(self, scheduler_output: Any) -> None:
         """Let blocks in hosts take part in the earlier stages' part of a step, of which this is the last stage.
 

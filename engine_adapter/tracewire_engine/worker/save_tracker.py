@@ -816,6 +816,7 @@ def _corrected(leaf: _Leaf, path: _Path, now: SaveSnapshot, deltas: list[Delta],
     if not isinstance(sent, bytes):
         frozen = now.frozen(value) or sent
         if frozen.digest != sent.digest:
+            now.promise(frozen)
             deltas.append(Set(path=path, value=frozen))
             changed.extend([frozen] if isinstance(frozen, LargeArray) else frozen.arrays)
         return frozen.digest

@@ -69,6 +69,10 @@ class EarlierStages:
         """Whether the earlier stages wait for blocks in a step with these requests."""
         return self._requests.wait_in(scheduled)
 
+    def reads_in(self, scheduled: Collection[str]) -> frozenset[str]:
+        """The locations that blocks of the step's requests may ask for, where all of them only read."""
+        return self._requests.reads_in(scheduled)
+
     def begin(self, scheduled: Mapping[str, int], order: Iterable[str]) -> None:
         """Begin a step with these requests."""
         self._rows = self._requests.rows_of(scheduled, order)

@@ -63,10 +63,14 @@ class FollowedBlocks(BlocksOfOthers):
         reserved: Iterable[str],
     ) -> None:
         """Take a new request with blocks, as `HostedBlocks.open` does."""
+        self.expect(request_id, arguments)
+        self._by_request[request_id] = request.engine_id
+
+    def expect(self, request_id: str, arguments: dict[str, Any]) -> None:
+        """Note that a new request has blocks, as `HostedBlocks.expect` does."""
         self._link.requests.add(request_id)
         if self._accounts is not None:
             self._requests.add(request_id, self._accounts.of(arguments))
-        self._by_request[request_id] = request.engine_id
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
         """Forget a request that the scheduler has ended. Returns whether it had blocks."""

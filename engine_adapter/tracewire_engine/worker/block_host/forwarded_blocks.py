@@ -97,7 +97,11 @@ class ForwardedBlocks(BlocksOfOthers):
         reserved: Iterable[str],
     ) -> None:
         """Take a new request with blocks, as `HostedBlocks.open` does."""
+        self.expect(request_id, arguments)
         self._by_request[request_id] = request.engine_id
+
+    def expect(self, request_id: str, arguments: dict[str, Any]) -> None:
+        """Note that a new request has blocks, as `HostedBlocks.expect` does."""
         self._requests.add(request_id, self._accounts.of(arguments))
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
@@ -183,6 +187,9 @@ class ForwardedBlocks(BlocksOfOthers):
     def _broken(self, edit: Edit, error: Exception) -> None:
         if not isinstance(error, SharedValueError):
             logger.warning("rows that blocks have left cannot be put into the model's value: %s", error)
+        elif not self._sends:
+            # The first rank finds the same.
+            return
         failure = Failure(type=type(error).__name__, message=str(error), field="block")
         for request in edit.requests:
             self._note(request, failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from tracewire_engine.protocol.block_host import (
 from tracewire_engine.protocol.keys import BLOCK_ARG
 
 from .host_load import HostLoad
+from .passed_arrays import HostArrays
 from .pool import HostProcess
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import GivenShare, HostRows, HostShare, Reading
@@ -233,8 +235,9 @@ class BlockHost:
         #: Since when it has no trace; whether it gets none any more; and whether its end has been reported.
         self.idle_since = time.monotonic()
         self.retired = self.lost = False
-        #: How many bytes of large arrays it may have sent, how many have come, and how many were sent on.
-        self.large_allowed, self.large_come, self.large_sent = LARGE_OF_HOST, 0, 0
+        #: What of its large arrays waits to be sent; and how many bytes of them it may have sent.
+        self.arrays = HostArrays()
+        self.allowed: Callable[[], int] = lambda: LARGE_OF_HOST
         #: Checks what it reports.
         self.untrusted = UntrustedReports(process.large)
         self._lock = threading.Lock()
@@ -331,6 +334,16 @@ class BlockHost:
         self._told.begin(began)
         self.new, self._again = [], None
 
+    def only_read(self, reads: frozenset[str]) -> None:
+        """Take part in a step whose blocks only read, of which others may write in other steps.
+
+        Args:
+            reads: the locations that the step's blocks may ask for.
+        """
+        if self.reads is None:
+            # What they wait for behind this step, its next reply says.
+            self.waits, self.observed, self.begins = {}, reads, True
+
     def passes(self, location: str) -> bool:
         """Count a location that the model has reached. Returns whether the model must wait for the host there."""
         after = self.waits.get(location)
@@ -418,9 +431,7 @@ class BlockHost:
             ChannelClosed: the host is gone.
         """
         self._tell_again()
-        turn = Turn(
-            self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.large_allowed
-        )
+        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.allowed())
         self._events, self._names = [], len(names)
         made = LateTurn(self, turn, self._late)
         self._late = []

@@ -124,15 +124,11 @@ class HostedBlocks:
         Raises:
             OSError: no host could be started.
         """
-        if self._others is not None:
-            # First, since it must be known on all ranks, also if no host can be had.
-            self._others.requests.add(request_id)
+        self.expect(request_id, arguments)
         name, choices, tenant = trace
         self._purge()
         known = self.traces.get(name)
         account = self._accounts.of(arguments)
-        if self._earlier is not None:
-            self._earlier.open(request_id, account)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):
@@ -144,6 +140,13 @@ class HostedBlocks:
         if SHARED_ARG in arguments:
             known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
+
+    def expect(self, request_id: str, arguments: dict[str, Any]) -> None:
+        """Note that a new request has blocks: all ranks and stages know it, whether it can be taken or not."""
+        if self._others is not None:
+            self._others.requests.add(request_id)
+        if self._earlier is not None:
+            self._earlier.open(request_id, self._accounts.of(arguments))
 
     def finish(self, request_id: str, tokens: int | None, failure: Failure | None, failed_at: int | None) -> bool:
         """End a request that the scheduler has ended. Returns whether its blocks ran in a host.
@@ -258,11 +261,13 @@ class HostedBlocks:
         self._active = [host for host in layout.requests if host.failure is None]
         waiting: list[BlockHost] = []
         ahead: list[BlockHost] = []
+        # If no earlier stage waits, no block of the step may write, whatever others of its host do.
+        only_read = self._earlier is not None and not self._earlier.wait_in(scheduled)
         for host in self._active:
             before, new = host.present, host.new
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
             host.begin(spans, layout.rows[host])
-            if host.reads is None:
+            if host.reads is None and not only_read:
                 # The last reply said nothing of requests that were not in its step.
                 if host.begins or not host.present <= before:
                     waiting.append(host)
@@ -272,6 +277,9 @@ class HostedBlocks:
                 waiting.append(host)
         self._turns.tell_ahead(ahead)
         self._turns.ask(waiting)
+        if self._earlier is not None and only_read:
+            for host in self._active:
+                host.only_read(self._earlier.reads_in(scheduled))
         self._watch()
         if not waited:
             self._tell_began(scheduled)

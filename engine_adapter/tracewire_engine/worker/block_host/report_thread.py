@@ -295,6 +295,7 @@ class ReportThread:
     def _watch(self, host: BlockHost) -> None:
         descriptor = host.process.reports.fileno()
         self._hosts[descriptor] = host
+        host.allowed = partial(self._arrays.allow, host.arrays)
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def _unwatch(self, host: BlockHost) -> None:
@@ -313,7 +314,8 @@ class ReportThread:
             if events & ~select.EPOLLIN or host.calls.unsent:
                 host.calls.flush()
             for message in host.process.reports.arrived():
-                self._pass_on(host, _reports.decode(message))
+                if not host.lost:
+                    self._pass_on(host, _reports.decode(message))
             if host.failure is not None:
                 self._lose(host)
         except (ChannelClosed, *_NO_REPORT) as error:
@@ -338,10 +340,7 @@ class ReportThread:
             owner = self._trace_of(host, report.request)
             if self._blobs is not None and owner is not None:
                 self._large.add(owner.name)
-                size = len(report.data)
-                self._arrays.take(host, size)
-                chunk = BlobChunk(report.request, report.blob, report.number)
-                self._blobs.relay((owner.name, 0), chunk, report.data, partial(self._arrays.sent, host, size))
+                self._relay(host, owner.name, BlobChunk(report.request, report.blob, report.number), report.data)
         elif isinstance(report, Ready):
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
@@ -386,9 +385,20 @@ class ReportThread:
             if lane:
                 # Behind what its trace reported before it had large arrays.
                 self._send_gathered()
-                self._blobs.relay((lane, 0), part)
+                self._relay(host, lane, part)
             else:
                 self._unsent.append(part)
+
+    def _relay(self, host: BlockHost, lane: str, message: BlobChunk | Report, data: bytes = b"") -> None:
+        """Send a piece of a large array, or what follows large arrays of its trace."""
+        assert self._blobs is not None
+        taken = self._arrays.take(host, message, data)
+        self._blobs.relay((lane, 0), message, taken.send)
+        live = (one for one in self._hosts.values() if one.failure is None)
+        if (most := self._arrays.too_many(live)) is not None:
+            most.fail(lost(f"{most.arrays.waiting} bytes of its large arrays wait for the bus", len(most.traces)))
+            self._arrays.drop(most.arrays)
+            self._lose(most, trusted=False)
 
     def _lose(self, host: BlockHost, *, trusted: bool = True) -> None:
         """End a host's requests. What it has still reported is passed on first, if it is `trusted`."""
@@ -397,9 +407,8 @@ class ReportThread:
             # First, so that a host which goes on reporting comes to an end.
             host.process.kill()
             try:
-                while trusted and (messages := host.process.reports.arrived()):
-                    for message in messages:
-                        self._pass_on(host, _reports.decode(message))
+                for message in host.process.reports.last() if trusted else ():
+                    self._pass_on(host, _reports.decode(message))
             except (ChannelClosed, *_NO_REPORT):
                 pass
             self._unwatch(host)

@@ -251,7 +251,8 @@ async def test_while_redis_is_away_the_engine_is_held_and_loses_nothing(redis: S
         final = [event async for event in client.subscribe(traces[0].id)][-1]
         assert isinstance(final, Final)
         assert final.status == "cancelled"
-        assert not adapter.engine_paused
+        # It is held again if the last events come faster than Redis takes them.
+        await until(lambda: not adapter.engine_paused)
         for trace in traces:
             await trace.aclose()
 

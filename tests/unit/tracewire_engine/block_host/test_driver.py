@@ -209,7 +209,7 @@ def test_a_step_that_saves_more_than_a_report_takes_says_so(monkeypatch: pytest.
     host = Hosted()
     host.turn(*host.reached("import torch\nheld = torch.ones(1000).save()", torch.zeros(2, 4)), Ended(), waits=False)
     host._thread.join(30)
-    assert "the saves of a step take 4" in str(host.error)
+    assert "the saves of a turn take 4" in str(host.error)
     host.stop()
 
 

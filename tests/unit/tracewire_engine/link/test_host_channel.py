@@ -138,6 +138,22 @@ def test_what_waits_beside_is_sent_while_a_message_is_waited_for() -> None:
         calls.receive(30, beside=reports)
 
 
+def test_what_an_end_has_sent_before_it_ended_is_read_to_its_end() -> None:
+    one, other = pair()
+    messages = [bytes([number]) * (1 << 20) for number in range(3)]
+    for message in messages:
+        other.send(message)
+    assert not other.unsent
+    # One read gives no whole message.
+    assert list(one.last()) == messages
+    other.send(b"more")
+    other.close()
+    rest = one.last()
+    assert next(rest) == b"more"
+    with pytest.raises(ChannelClosed):
+        next(rest)
+
+
 def test_a_sender_may_wait_until_little_waits() -> None:
     one, other = pair()
     message = b"x" * (32 << 20)

@@ -34,7 +34,12 @@ def test_a_save_that_could_not_be_read_is_the_request_s_failure_once() -> None:
 def test_a_host_starts_with_changes_that_came_before_the_trace() -> None:
     """It is told of a change only when it has the trace."""
     opened: list[dict[str, Any]] = []
-    hosts: Any = SimpleNamespace(open=lambda *given: opened.append(given[2]), steer=lambda _: None)
+    expected: list[str] = []
+    hosts: Any = SimpleNamespace(
+        expect=lambda name, _: expected.append(name),
+        open=lambda *given: opened.append(given[2]),
+        steer=lambda _: None,
+    )
     blocks: Any = SimpleNamespace(device=torch.device("cpu"), check_permit=lambda *_: None)
     requests = TracedRequests(blocks, DeclaredRequests(torch.device("cpu")), LiveRuns(), LargeArrayBudget(0), None)
     requests.hosts = hosts
@@ -47,3 +52,8 @@ def test_a_host_starts_with_changes_that_came_before_the_trace() -> None:
     first, second = [unpack(given[LIVE_ARG]) for given in opened]
     assert first == {"alpha": 2.0, "beta": 1.0}
     assert second == {"alpha": 0.0, "beta": 1.0}
+    # One that fails here is known all the same: the other ranks and stages may be able to take it.
+    broken = SimpleNamespace(extra_args={BLOCK_ARG: b"", RUN_ARG: "broken", LIVE_ARG: b"\xc1"})
+    requests.add([SimpleNamespace(req_id="broken-00000000", sampling_params=broken)])
+    assert requests.requests["broken-00000000"].error is not None
+    assert (len(opened), expected) == (2, [f"{name}-00000000" for name in ("changed", "unchanged", "broken")])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,82 @@ def test_two_stages_of_two_ranks_come_to_what_one_comes_to(chosen: dict[str, Any
     assert not any(len(model.hosts) for model in (*ranked.firsts, ranked.second))
     assert not ranked.failed
     assert not ranked.second.failed
+
+
+READS_ALL = (
+    "seen = [].save()\n" + EACH + "seen.append(model.model.layers[0].output[0] + model.model.layers[2].output[1])\n"
+)
+WRITES = EACH + "model.model.layers[1].output[0][:] *= 2.0\n"
+
+
+@pytest.mark.parametrize("kind", [HostedStages, RankedStages])
+@pytest.mark.parametrize("tenants", ["one trace", "another trace of its host"])
+def test_who_reads_gets_all_though_others_of_its_host_have_written(kind: Any, tenants: str) -> None:
+    """In steps with the reader alone no stage waits."""
+    stages = kind()
+    models = [stages.first, stages.last] if kind is HostedStages else stages.all
+    each: Any = ThreadPoolExecutor(4)
+
+    def step(tokens: dict[str, int], index: int) -> None:
+        list(each.map(lambda model: model.step(tokens, index), models))
+
+    def opened(name: str, block: str, trace: str, choices: int) -> None:
+        for model in models:
+            model.open(name, block, trace=trace, choices=choices, tenant="x")
+
+    def finish(name: str, tokens: int) -> None:
+        for model in models:
+            model.finish(name, tokens)
+
+    try:
+        if tenants == "one trace":
+            opened("reads", READS_ALL, "t", 2)
+        else:
+            opened("reads", READS_ALL, "reads", 1)
+            opened("other", READS_ALL, "t", 2)
+        opened("writes", WRITES, "t", 2)
+        names = ["reads", "writes"] if tenants == "one trace" else ["reads", "other", "writes"]
+        step(dict.fromkeys(names, 2), 0)
+        step(dict.fromkeys(names, 1), 1)
+        for name in names[1:]:
+            finish(name, 2)
+        for index in range(2, 5):
+            step({"reads": 1}, index)
+        # The next step that waits goes on as the first ones.
+        opened("again", WRITES, "again", 1)
+        step({"reads": 1, "again": 2}, 5)
+        finish("again", 1)
+        step({"reads": 1}, 6)
+        finish("reads", 7)
+        stages.last.wait(*names, "again")
+        found = stages.last.outcomes["reads"]
+        assert found.finish.error is None
+        assert len(found.saves["seen"]) == 7
+    finally:
+        each.shutdown()
+        stages.close()
+
+
+@pytest.mark.parametrize("block", [WRITES, READS_ALL], ids=["writes", "reads"])
+def test_a_request_that_some_cannot_take_holds_none_up(block: str) -> None:
+    """As one whose autoencoder has no room on its stage."""
+    stages = RankedStages()
+    try:
+        encoded = Block(name="block", source=block, filename="mine.py", first_line=1)
+        arguments = {BLOCK_ARG: msgspec.msgpack.encode(encoded)}
+        for model in (stages.last, stages.firsts[1]):
+            model.open("x", block)
+        for model in (stages.firsts[0], stages.second):
+            model.hosts.expect("x-00000000", arguments)
+        for index in range(3):
+            stages.each(lambda model, index=index: model.step({"x": 2 if index == 0 else 1}, index))  # type: ignore[misc]
+        for model in stages.all:
+            model.hosts.finish("x-00000000", 3, None, None)
+            model.hosts.tell_ends()
+        stages.last.wait("x")
+        assert not any(model.hosts._requests.wait_in({"x-00000000": 1}) for model in (*stages.firsts, stages.second))
+    finally:
+        stages.close()
 
 
 def _meets(models: list[HostedModel], module: Callable[[HostedModel], Any]) -> list[int]:

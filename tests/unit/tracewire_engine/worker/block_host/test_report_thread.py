@@ -14,9 +14,10 @@ import pytest
 
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import Failure
+from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import Arrived, Broken, Chunk, Generated, Reported, Turn
+from tracewire_engine.protocol.block_host import LARGE_OF_HOST, Arrived, Broken, Chunk, Generated, Reported, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host import report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
@@ -55,17 +56,19 @@ class Sent:
 
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        #: Called when a message has left.
-        self.held: list[Any] = []
+        #: What has not been sent, if the bus is slow.
+        self.slow, self.held = False, list[Any]()
 
     def send(self, *reports: Any) -> None:
         for report in reports:
             self.reports.put(report)
 
-    def relay(self, lane: Any, message: Any, data: bytes = b"", sent: Any = None) -> None:
-        if sent is not None:
-            self.held.append(sent)
-        self.reports.put(("relayed", message, data))
+    def relay(self, lane: Any, message: Any, data: Any) -> None:
+        if self.slow:
+            self.held.append((message, data))
+            self.reports.put(("held", message))
+        else:
+            self.reports.put(("relayed", message, data()))
 
     def next(self) -> Any:
         return self.reports.get(timeout=30)
@@ -319,33 +322,65 @@ def test_hosts_without_traces_are_ended_if_there_are_many_or_after_a_while(
     assert not known.add(HostedTrace("late", known, 1))
 
 
-def test_a_host_that_sends_large_arrays_faster_than_they_leave_is_ended_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(report_thread, "PassedArrays", partial(PassedArrays, of_host=3 * CHUNK_BYTES))
-    thread, known, host, sent = watched()
-    other = Host()
-    anyhost: Any = other
-    quiet = BlockHost(anyhost, None)
-    quiet.turns = 1
+def _beside(thread: ReportThread, sent: Sent) -> tuple[BlockHost, Host]:
+    """Another host."""
+    other: Any = Host()
+    quiet = BlockHost(other, None)
+    quiet.turns = 9
     add(quiet, "u", "s")
     thread.watch(quiet)
-    allowed = known.large_allowed
+    return quiet, other
+
+
+def _finished(thread: ReportThread, known: BlockHost, sent: Sent) -> Any:
+    while not known.lost:
+        sent.next()
+    thread.finish(known.records["r", 0])
+    while True:
+        found = sent.next()
+        if finishes := getattr(found[1] if isinstance(found, tuple) else found, "finishes", ()):
+            return finishes[0]
+
+
+def test_a_host_that_sends_more_large_arrays_than_it_may_is_ended_and_no_other() -> None:
+    thread, known, host, sent = watched()
+    quiet, other = _beside(thread, sent)
+    known.arrays.told = 3 * CHUNK_BYTES
+    sent.slow = True
     for number in range(8):
         host.says(Chunk("r", "ab" * 8, number, bytes(CHUNK_BYTES)))
-    for number in range(4):
-        assert sent.next()[1].number == number
-    assert sent.next()[1].steps[0].ended == "error"
+    finish = _finished(thread, known, sent)
     assert host.killed
-    thread.finish(known.records["r", 0])
-    assert "large arrays wait" in sent.next()[1].finishes[0].error.message
-    # Those that have left count no more. The worker tells the host with its next turn.
-    for done in sent.held:
-        done()
-    assert known.large_sent == 4 * CHUNK_BYTES
-    assert known.large_allowed == 7 * CHUNK_BYTES != allowed
+    assert f"what it reported is no report: {5 * CHUNK_BYTES} bytes of large arrays" in finish.error.message
+    assert [message.number for message, _ in sent.held if isinstance(message, BlobChunk)] == [0, 1, 2, 3]
     other.says(Reported([StepRecord("s", 0, 0, NOTHING)], turns=1))
-    assert sent.next().steps[0].request == "s"
+    while isinstance(found := sent.next(), tuple):
+        pass
+    assert found.steps[0].request == "s"
+    assert quiet.failure is None
+
+
+def test_if_more_waits_than_there_is_room_for_the_host_with_the_most_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_thread, "PassedArrays", partial(PassedArrays, of_all=5 * CHUNK_BYTES))
+    thread, known, host, sent = watched()
+    quiet, other = _beside(thread, sent)
+    sent.slow = True
+    for number in range(4):
+        host.says(Chunk("r", "ab" * 8, number, bytes(CHUNK_BYTES)))
+    other.says(Chunk("s", "cd" * 8, 0, bytes(CHUNK_BYTES)))
+    assert "large arrays wait for the bus" in _finished(thread, known, sent).error.message
+    assert (host.killed, known.arrays.waiting) == (True, known.arrays.waiting % CHUNK_BYTES)
+    assert (other.killed, quiet.failure) == (False, None)
+    # What was dropped is not sent, and what was not is.
+    given = [data() for message, data in sent.held if isinstance(message, BlobChunk)]
+    assert sorted(one is None for one in given) == [False] + [True] * 4
+
+
+def test_a_host_is_told_with_each_turn_how_much_it_may_send() -> None:
+    _, known, host, sent = watched()
+    host.says(Chunk("r", "ab" * 8, 0, bytes(CHUNK_BYTES)))
+    assert sent.next()[2] == bytes(CHUNK_BYTES)
+    assert known.allowed() == LARGE_OF_HOST + CHUNK_BYTES
 
 
 def test_traces_with_large_arrays_go_apart_from_the_others_of_their_host() -> None:
