@@ -69,9 +69,9 @@ class EarlierStages:
         """Whether the earlier stages wait for blocks in a step with these requests."""
         return self._requests.wait_in(scheduled)
 
-    def reads_in(self, scheduled: Collection[str]) -> frozenset[str]:
-        """The locations that blocks of the step's requests may ask for, where all of them only read."""
-        return self._requests.reads_in(scheduled)
+    def reads_in(self, scheduled: Collection[str]) -> frozenset[str] | None:
+        """The locations that blocks of the step's requests may ask for; `None` if the earlier stages wait for them."""
+        return None if self.wait_in(scheduled) else self._requests.reads_in(scheduled)
 
     def begin(self, scheduled: Mapping[str, int], order: Iterable[str]) -> None:
         """Begin a step with these requests."""

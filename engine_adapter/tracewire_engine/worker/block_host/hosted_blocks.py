@@ -217,12 +217,10 @@ class HostedBlocks:
     def take_result(self, generated: bytes) -> bool:
         """Pass on the adapter's message about an ended request. Returns whether its blocks run in a host."""
         trace = self._by_request.get(_generated.decode(generated)[0])
-        if trace is None:
-            return False
-        if trace.failure is None:
+        if trace is not None and trace.failure is None:
             trace.host.tell(Generated(generated))
             self._turns.send(trace.host)
-        return True
+        return trace is not None
 
     def __len__(self) -> int:
         self._purge()
@@ -259,15 +257,14 @@ class HostedBlocks:
             self._turns.lay_out()
         layout = self._layout
         self._active = [host for host in layout.requests if host.failure is None]
-        waiting: list[BlockHost] = []
-        ahead: list[BlockHost] = []
+        waiting, ahead = list[BlockHost](), list[BlockHost]()
         # If no earlier stage waits, no block of the step may write, whatever others of its host do.
-        only_read = self._earlier is not None and not self._earlier.wait_in(scheduled)
+        reads = None if self._earlier is None else self._earlier.reads_in(scheduled)
         for host in self._active:
             before, new = host.present, host.new
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
             host.begin(spans, layout.rows[host])
-            if host.reads is None and not only_read:
+            if host.reads is None and reads is None:
                 # The last reply said nothing of requests that were not in its step.
                 if host.begins or not host.present <= before:
                     waiting.append(host)
@@ -277,9 +274,8 @@ class HostedBlocks:
                 waiting.append(host)
         self._turns.tell_ahead(ahead)
         self._turns.ask(waiting)
-        if self._earlier is not None and only_read:
-            for host in self._active:
-                host.only_read(self._earlier.reads_in(scheduled))
+        for host in self._active if reads is not None else ():
+            host.only_read(reads or frozenset())
         self._watch()
         if not waited:
             self._tell_began(scheduled)
@@ -435,8 +431,8 @@ class HostedBlocks:
 
     def _watch(self) -> None:
         """Note where hosts want something from now on."""
-        told = self._others is not None or self._earlier is not None
-        self._watching, self._watch_now = _watched_by(self._active, told=told)
+        told = self._others or self._earlier
+        self._watching, self._watch_now = _watched_by(self._active, told=told is not None)
 
     def _news(self) -> StepWatch | None:
         """Where the other ranks do something from now on; `None` if it is what they know."""

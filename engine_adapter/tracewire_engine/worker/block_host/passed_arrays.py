@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,9 +21,6 @@ from tracewire_engine.protocol.block_host import LARGE_OF_HOST
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 from .untrusted_reports import UntrustedReport
-
-if TYPE_CHECKING:
-    from .host import BlockHost
 
 __all__ = ["HostArrays", "PassedArrays", "PassedMessage"]
 
@@ -100,13 +96,12 @@ class PassedArrays:
             arrays.told = max(arrays.told, allowed)
             return allowed
 
-    def take(self, host: BlockHost, message: BlobChunk | Report, data: bytes = b"") -> PassedMessage:
+    def take(self, arrays: HostArrays, message: BlobChunk | Report, data: bytes = b"") -> PassedMessage:
         """Count a message that has come from a host.
 
         Raises:
             UntrustedReport: the host has sent more than it was told that it may.
         """
-        arrays = host.arrays
         taken = PassedMessage(self, arrays, message, data)
         with self._lock:
             if taken.large:
@@ -130,11 +125,11 @@ class PassedArrays:
                 arrays.gone += message.size
             return True
 
-    def too_many(self, hosts: Iterable[BlockHost]) -> BlockHost | None:
+    def too_many(self, hosts: Iterable[HostArrays]) -> HostArrays | None:
         """The host of which the most waits, if more of all hosts waits than there is room for."""
         if self._waiting <= self._of_all:
             return None
-        return max(hosts, key=lambda host: host.arrays.waiting, default=None)
+        return max(hosts, key=lambda arrays: arrays.waiting, default=None)
 
     def drop(self, arrays: HostArrays) -> None:
         """Give up what waits of a host."""

@@ -392,10 +392,11 @@ class ReportThread:
     def _relay(self, host: BlockHost, lane: str, message: BlobChunk | Report, data: bytes = b"") -> None:
         """Send a piece of a large array, or what follows large arrays of its trace."""
         assert self._blobs is not None
-        taken = self._arrays.take(host, message, data)
+        taken = self._arrays.take(host.arrays, message, data)
         self._blobs.relay((lane, 0), message, taken.send)
-        live = (one for one in self._hosts.values() if one.failure is None)
-        if (most := self._arrays.too_many(live)) is not None:
+        live = {one.arrays: one for one in self._hosts.values() if one.failure is None}
+        if (arrays := self._arrays.too_many(live)) is not None:
+            most = live[arrays]
             most.fail(lost(f"{most.arrays.waiting} bytes of its large arrays wait for the bus", len(most.traces)))
             self._arrays.drop(most.arrays)
             self._lose(most, trusted=False)
