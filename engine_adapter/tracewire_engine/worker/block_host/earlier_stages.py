@@ -49,6 +49,8 @@ class EarlierStages:
         self._count = group.world_size - 1
         sockets = RankSockets(group, address, "stages")
         self._pull, self._push = sockets.pull, sockets.push
+        #: Closes the connections. Only the first rank of the stage needs them.
+        self.close = sockets.close
         self._requests = HostedRequests()
         self._names: list[list[str]] = [[] for _ in range(self._count)]
         #: Messages that have come before they were wanted, by stage.

@@ -85,6 +85,8 @@ class ForwardedBlocks(BlocksOfOthers):
         self._failures: dict[str, Failure] = {}
         sockets = RankSockets(group, address, "stages")
         self._pull, self._send = sockets.pull, _Sender(sockets.push[-1])
+        if not self._sends:
+            sockets.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

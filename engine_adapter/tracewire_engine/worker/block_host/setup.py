@@ -101,6 +101,8 @@ def hosted_blocks(runner: Any) -> BlocksElsewhere | None:
         return forwarded
     earlier = EarlierStages(stages, address) if stages.world_size > 1 else None
     if others is not None and not others.first:
+        if earlier is not None:
+            earlier.close()
         return FollowedBlocks(model, others, fail, None if earlier is None else Accounts(paths))
     hosts = _hosts_of(runner, config, others, earlier)
     hosts.answers.inputs = runner.tracewire_inputs

@@ -62,3 +62,8 @@ class RankSockets:
                 socket.setsockopt(zmq.IPV6, int(other.startswith("tcp://[")))
             socket.connect(other)
             self.push.append(socket)
+
+    def close(self) -> None:
+        """Close the sockets, of a rank that needs none."""
+        for socket in (self.pull, *self.push):
+            socket.close(linger=0)

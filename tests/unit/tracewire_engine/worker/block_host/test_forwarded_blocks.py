@@ -304,6 +304,8 @@ def test_of_a_value_that_cannot_be_shared_the_other_ranks_are_told_that_nothing_
     location = "model.model.layers.0.output"
     states = {"a": SimpleNamespace(num_computed_tokens=3, num_prompt_tokens=2)}
     earlier.tell_began(StepWatch({location: 0}))
+    # Only the first rank talks to the last stage.
+    assert (first._pull.closed, second._pull.closed) == (False, True)
     value = (torch.ones(1, 4), 2**70)
     for rank in (first, second):
         rank.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
