@@ -76,6 +76,8 @@ class ForwardedBlocks(BlocksOfOthers):
         #: Where blocks may read in the step, if all of them only read; otherwise where hosts want something.
         self._reads: frozenset[str] = frozenset()
         self._watch: StepWatch | None = None
+        #: The requests of the step.
+        self._step: Collection[str] = ()
         #: The rows of requests with blocks; `None` outside of a step with any.
         self._rows: StepRows | None = None
         self._names = Names()
@@ -121,7 +123,7 @@ class ForwardedBlocks(BlocksOfOthers):
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: Sequence[str]) -> bool:
         """Begin a step, as `HostedBlocks.begin_for` does. Returns whether blocks take part in it."""
         self._rows = self._requests.rows_of(scheduled, order)
-        self._reads, self._watch = frozenset(), None
+        self._reads, self._watch, self._step = frozenset(), None, scheduled
         if self._rows is None:
             return False
         if not self._requests.wait_in(scheduled):
@@ -168,7 +170,7 @@ class ForwardedBlocks(BlocksOfOthers):
         except Exception as error:  # it costs the hosts that ask for it, not the engine
             self._passed.append(place)
             failure = lost(f"{location} cannot be shared: {type(error).__name__}: {error}")
-            self._failures |= dict.fromkeys(self._requests.asking(location), failure)
+            self._failures |= dict.fromkeys(self._requests.asking(location, self._step), failure)
             if waits and self._ranks is not None:
                 self._ranks.tell(Served())
             return value

@@ -138,9 +138,10 @@ class HostedRequests:
             start, place = start + count, place + 1
         return StepRows(spans, places, start, place) if spans else None
 
-    def asking(self, location: str) -> list[str]:
-        """The requests whose blocks may ask for a location."""
-        return [*self._waited, *[name for name, reads in self._reads.items() if location in reads]]
+    def asking(self, location: str, scheduled: Collection[str]) -> list[str]:
+        """The requests of a step whose blocks may ask for a location."""
+        found = [*self._waited, *[name for name, reads in self._reads.items() if location in reads]]
+        return [name for name in found if name in scheduled]
 
     def reads_in(self, scheduled: Collection[str]) -> frozenset[str]:
         """The locations that blocks of the step's requests may ask for, where all of them only read."""
