@@ -153,15 +153,20 @@ async def test_forks_leave_at_their_token(client: Client, model: Model) -> None:
         # Behind the changes of the recording, which a fork does not have. On a busy machine they come late.
         alphas = schedule_of(items, 0.0, TOKENS)
         at = max(30, *[index for index in range(1, TOKENS) if alphas[index] != alphas[index - 1]])
-        # Without other values it is the trace itself. Alone, since siblings share a batch, whose sums a CPU adds up in
-        # another order.
+        # Siblings share a batch, whose sums a CPU adds up in another order.
         async with await client.fork(recording, [{}], at=at) as alone:
             (itself,) = await alone.results()
         async with await client.fork(recording, [{}, {"alpha": 30.0}, {"alpha": 0.0}], at=at, logprobs=5) as fan:
             steps = [step async for step in fan]
             same, strong, _ = await fan.results()
-    assert itself.token_ids == original
-    assert itself.saves["projection"] == pytest.approx(recording.state().saves["projection"], rel=1e-3, abs=1e-3)
+    # Without other values it is the trace itself, until a sample falls the other way: the tokens before `at` are
+    # computed at once, whose sums round in another way, too.
+    pairs = zip(itself.token_ids, original, strict=True)
+    differs = next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), TOKENS)
+    assert differs >= at
+    # What is read as a token is sampled depends on those before it.
+    values = recording.state().saves["projection"][: differs + 1]
+    assert itself.saves["projection"][: differs + 1] == pytest.approx(values, rel=1e-3, abs=1e-3)
     assert strong.token_ids[:at] == same.token_ids[:at] == original[:at]
     assert strong.saves["projection"][:at] == pytest.approx(same.saves["projection"][:at], rel=1e-3, abs=1e-3)
     assert strong.saves["projection"][at] != same.saves["projection"][at]
