@@ -28,6 +28,8 @@ from tracewire_engine.worker.block_host.rank_link import RankLink
 from tracewire_engine.worker.block_host.reading import ModelPaths
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 from tracewire_engine.worker.block_host.setup import outline_of
+from tracewire_engine.worker.block_host.stream_flags import ThreadFlags
+from tracewire_engine.worker.block_host.stream_visits import StreamVisits
 
 __all__ = ["HostedModel", "Outcome", "settings_of"]
 
@@ -101,7 +103,10 @@ class _Request:
 
 
 class HostedModel:
-    """A model with two tokens a prompt, and all that a worker has for blocks in hosts."""
+    """A model with two tokens a prompt, and all that a worker has for blocks in hosts.
+
+    With `visits`, its thread does as the stream of a GPU (`stream_visits.py`).
+    """
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class HostedModel:
         others: RankLink | None = None,
         earlier: EarlierStages | None = None,
         most_hosts: int | None = None,
+        visits: bool = False,
     ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
@@ -121,9 +127,11 @@ class HostedModel:
         link: Any = self.link
         # No C code that takes forever is waited for.
         self.reports = ReportThread(lambda: link, None, patience_s=15.0)
-        self.hosts = HostedBlocks(
-            self.envoy, ModelPaths(settings.modules, settings.layers), self.pool, self.reports, step_s, others, earlier
-        )
+        #: What stands for the stream, and what waits for hosts in its place.
+        self.flags = ThreadFlags(3 * step_s)
+        self.visits = StreamVisits(self.flags, self.reports) if visits else None
+        paths = ModelPaths(settings.modules, settings.layers)
+        self.hosts = HostedBlocks(self.envoy, paths, self.pool, self.reports, step_s, others, earlier, self.visits)
         if most_hosts is not None:
             self.hosts._hosts._most = most_hosts
         self.outcomes: dict[str, Outcome] = {}

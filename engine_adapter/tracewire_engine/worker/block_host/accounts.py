@@ -47,7 +47,7 @@ class Accounts:
     def _read(self, encoded: bytes) -> Account:
         account = account_of(_block.decode(encoded), self._paths)
         # A host asks for large variables when it takes the block, and none else shall wait for that.
-        return replace(account, computes=False) if _names_files(encoded) else account
+        return replace(account, computes=False, edits=None) if _names_files(encoded) else account
 
 
 def has_files(arguments: dict[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG
 from .host_load import HostLoad
 from .passed_arrays import HostArrays
 from .pool import HostProcess
+from .reading import Account, joined
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import GivenShare, HostRows, HostShare, Reading
 from .untrusted_reports import UntrustedReports
@@ -63,6 +64,9 @@ class HostedTrace:
         self.name, self.host, self.choices = name, host, choices
         #: The locations that its blocks may ask for, if it is certain that they only read.
         self.reads: frozenset[str] | None = frozenset()
+        #: The same if it is certain that they skip no module; and whether they may put values in the place of others.
+        self.edits: frozenset[str] | None = frozenset()
+        self.assigns = False
         #: All requests that the host was told of, by the scheduler's id.
         self.requests: dict[str, HostedRequest] = {}
         self.shared_names: set[str] = set()
@@ -88,6 +92,11 @@ class LateTurn:
     def turns(self) -> int:
         """How many turns were joined in it."""
         return self._turn.turns
+
+    @property
+    def mark(self) -> int:
+        """How many bytes of the host's memory were given out with it and before."""
+        return self._turn.mark
 
     @property
     def ready(self) -> bool:
@@ -216,6 +225,10 @@ class BlockHost:
         #: The locations that its blocks may ask for, if all of them only read. Then the model never waits for it.
         #: `None`: the model waits wherever a block asks for something.
         self.reads: frozenset[str] | None = frozenset() if kind is None or kind[1] else None
+        #: The same if none of them skips a module; whether they may put values in the place of others; and whether a
+        #: stream waits for the host in the step, and not the model's thread (`stream_visits.py`).
+        self.edits: frozenset[str] | None = frozenset()
+        self.assigns = self.visited = False
         self.rows: StepRows | None = None
         #: Locations at which the model waits, and how often it passes each before; and those of which rows are sent.
         self.waits: dict[str, int] = {}
@@ -223,8 +236,6 @@ class BlockHost:
         self.begins = False
         #: The requests of the last step that it took part in.
         self.present: frozenset[str] = frozenset()
-        #: For how long the model has waited for it in the step, in seconds.
-        self.used_s = 0.0
         #: For how many microseconds it says that it has worked for its replies in the step.
         self.replied_us = 0
         #: The location that was reached last, until the host has answered.
@@ -261,10 +272,11 @@ class BlockHost:
             self.traces[trace.name] = trace
             return True
 
-    def take_request(self, request: HostedRequest, arrived: Arrived, reads: frozenset[str] | None) -> None:
-        """Take a new request of one of its traces. `reads` are the locations that it may ask for, if it only reads."""
+    def take_request(self, request: HostedRequest, arrived: Arrived, account: Account) -> None:
+        """Take a new request of one of its traces. `account` is of the request's blocks."""
         trace = request.trace
-        trace.reads = None if reads is None or trace.reads is None else trace.reads | reads
+        trace.reads, trace.edits = joined([trace.reads, account.reads]), joined([trace.edits, account.edits])
+        trace.assigns |= account.assigns
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
@@ -281,12 +293,12 @@ class BlockHost:
         return [trace.reads for trace in list(self.traces.values())]
 
     def _join_reads(self) -> None:
-        found = [trace.reads for trace in self.traces.values()]
-        if self.reads is None or None in found:
-            # It stays so, since a reply's account of what its blocks wait for is of all of its traces.
-            self.reads = None
-        else:
-            self.reads = self.observed = frozenset[str]().union(*[one for one in found if one is not None])
+        traces = list(self.traces.values())
+        self.edits, self.assigns = joined([trace.edits for trace in traces]), any(trace.assigns for trace in traces)
+        # Once it is `None` it stays so, since a reply's account of what its blocks wait for is of all of its traces.
+        self.reads = None if self.reads is None else joined([trace.reads for trace in traces])
+        if self.reads is not None:
+            self.observed = self.reads
 
     def drop(self, trace: HostedTrace) -> None:
         """Forget a trace that is over."""
@@ -327,7 +339,7 @@ class BlockHost:
     def begin(self, spans: list[tuple[str, int, int]], rows: StepRows | None) -> None:
         """Begin a step with requests of its traces (see `Began`). Without `rows` it has none."""
         self.worked(self.replied_us)
-        self.rows, self._passed, self.used_s, self.replied_us = rows, 0, 0.0, 0
+        self.rows, self._passed, self.replied_us = rows, 0, 0
         self.present = frozenset([name for name, _, _ in spans])
         began = Began(self.new, spans)
         self._events.append(began)
@@ -416,6 +428,15 @@ class BlockHost:
         """Whether turns wait for their rows."""
         return self.late_turns != self.late_sent
 
+    def turn(self, names: list[str], *, waits: bool = False) -> LateTurn:
+        """Take what it was not told into a turn. `names` and `waits` are as for `send`."""
+        self._tell_again()
+        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.allowed())
+        self._events, self._names = [], len(names)
+        made = LateTurn(self, turn, self._late)
+        self._late = []
+        return made
+
     def send(self, names: list[str], *, waits: bool, later: bool = False) -> LateTurn | None:
         """Send a turn, if nothing of it is on its way from a GPU, and no turn before it waits for that.
 
@@ -430,11 +451,7 @@ class BlockHost:
         Raises:
             ChannelClosed: the host is gone.
         """
-        self._tell_again()
-        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.allowed())
-        self._events, self._names = [], len(names)
-        made = LateTurn(self, turn, self._late)
-        self._late = []
+        made = self.turn(names, waits=waits)
         if not waits and (later or self.queued or not made.ready):
             return made
         made.send()

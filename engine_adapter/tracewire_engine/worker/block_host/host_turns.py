@@ -13,25 +13,22 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import ChannelClosed, wait_for
+from tracewire_engine.link.host_channel import ChannelClosed
 from tracewire_engine.link.shared_rows import CopiedRows
 from tracewire_engine.protocol.block_host import SOURCE, Reply, Request
 
 from .answers import ModelAnswers
 from .host import BlockHost
+from .host_replies import Patience, wait_for_replies
 from .rank_link import Edit, edit_of
-from .report_thread import ReportThread, lost, too_slow
+from .report_thread import ReportThread, lost
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep, StageLayout
+from .stream_visits import StreamVisits, Visit
 
 __all__ = ["HostTurns"]
 
 logger = logging.getLogger("vllm.tracewire")
-
-_WAITED = "within one step, while every request waited for it"
-
-#: The share of a step's time that each host has, whatever the others take.
-_SHARE = 0.5
 
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
@@ -44,12 +41,16 @@ class HostTurns:
         model: nnsight's model, of which blocks may call modules and read attributes.
         reports: passes on what hosts report.
         step_s: how long the model waits for all blocks of a step, in seconds.
+        visits: if a stream can wait for hosts.
     """
 
-    def __init__(self, model: Any, reports: ReportThread, step_s: float) -> None:
+    def __init__(self, model: Any, reports: ReportThread, step_s: float, visits: StreamVisits | None = None) -> None:
         #: Answers what hosts ask for.
         self.answers = ModelAnswers(model)
-        self._reports, self._step_s, self._left_s = reports, step_s, 0.0
+        self._reports, self._step_s, self._visits = reports, step_s, visits
+        #: The locations whose values no stream can put back.
+        self._unfit: set[str] = set()
+        self._patience = Patience(step_s)
         #: The locations that the model has passed in the step, by their numbers.
         self.passed: array[int] = array("H")
         self._names: list[str] = []
@@ -73,8 +74,10 @@ class HostTurns:
 
     def begin_step(self) -> None:
         """Begin a step: the model has passed nothing, and waited for nothing."""
-        self._left_s = self._step_s
+        self._patience = Patience(self._step_s)
         self.passed = array("H")
+        if self._visits is not None:
+            self._visits.give_back()
 
     def number(self, location: str) -> int:
         """The number of a location in messages to hosts."""
@@ -125,6 +128,71 @@ class HostTurns:
         finally:
             step.leave()
 
+    # --- where a stream waits -----------------------------------------------------------------------------------------
+
+    def is_visited(self, host: BlockHost) -> bool:
+        """Whether the stream waits for a host in the step that begins, where the model's thread would."""
+        visits, edits = self._visits, host.edits
+        if visits is not None and visits.usable and edits is not None and edits.isdisjoint(self._unfit):
+            if not host.visited:
+                self._reports.send_now((host,))
+            host.visited = True
+            host.only_read(edits)
+            # So that it begins the step while the model does.
+            self.send(host)
+        else:
+            self._wait_for([host])
+        return host.visited
+
+    def _wait_for(self, hosts: Iterable[BlockHost]) -> None:
+        """Have the model's thread wait for these hosts from now on. They are told first what they were to be told."""
+        visited = [host for host in hosts if host.visited]
+        if visited and self._visits is not None:
+            self._visits.settle()
+        for host in visited:
+            host.visited = False
+
+    def visit(
+        self, hosts: list[BlockHost], location: str, value: Any, *, pinned: bool, by_request: bool
+    ) -> tuple[Any, list[BlockHost]]:
+        """Have the stream wait for those of some hosts that are visited.
+
+        Args:
+            hosts: that want something at a location; the others are as for `share_with`.
+
+        Returns:
+            The value as blocks of these hosts leave it, and the hosts for which no stream waits.
+        """
+        rows = {host: host.rows for host in hosts if host.visited and host.rows is not None}
+        if not rows or self._visits is None:
+            return value, hosts
+        step, visits = self.stage(rows, pinned=pinned), False
+        try:
+            if not step.is_apart(value, by_request=by_request):
+                self._unfit.add(location)
+                self._wait_for(rows)
+                for host in rows:
+                    host.waits = {location: 0}
+                return value, hosts
+            step.reach(location, value, list(rows), len(self.passed), by_request=by_request, rows_only=False)
+            for host in rows:
+                share = step.share_of(host)
+                for readings in share.parts():
+                    self._with_room(host, location, partial(host.read, share, readings, self.passed))
+            turns = [host.turn(self._names, waits=True) for host in rows if host.failure is None]
+            visits = bool(turns)
+            if visits:
+                value = self._visits.visit(Visit(step, turns, self._patience), value)
+        except Exception as error:  # it costs the hosts, not the engine
+            for host in rows:
+                self.misshared(host, location, error)
+        finally:
+            if not visits:
+                step.leave()
+        return value, [host for host in hosts if host not in rows]
+
+    # --- what hosts are told ------------------------------------------------------------------------------------------
+
     def give(self, hosts: Iterable[BlockHost], step: StagedStep, *, whole: bool = False) -> None:
         """Tell hosts what the step has reached: all that it has staged for them, if `whole`."""
         if whole:
@@ -147,15 +215,16 @@ class HostTurns:
                 if host.untold:  # the rows of this step take more than is shared
                     self.send(host)
                     continue
-                left = self._patience_s(host) - (time.monotonic() - began)
+                left = self._patience.left_s(host) - (time.monotonic() - began)
                 if left <= 0:
-                    self.fail(host, too_slow(host, self._step_s, _WAITED))
+                    self.fail(host, self._patience.over(host))
                 else:
                     self._reports.wait_for_reports(left)
             except Exception as error:  # it costs the host, not the engine
                 self.misshared(host, location, error)
         spent = time.monotonic() - began
-        self._left_s, host.used_s = self._left_s - spent, host.used_s + spent
+        self._patience.spend(spent)
+        self._patience.spend_for(host, spent)
 
     def misshared(self, host: BlockHost, location: str, error: Exception) -> None:
         """End a host that needs a value that cannot be shared."""
@@ -173,6 +242,9 @@ class HostTurns:
         Returns:
             Whether the host is there.
         """
+        if host.visited and self._visits is not None:
+            self._visits.tell(host.turn(self._names))
+            return True
         if waits:
             self._reports.send_now((host,))
         try:
@@ -203,35 +275,8 @@ class HostTurns:
 
     def ask(self, hosts: list[BlockHost]) -> list[tuple[BlockHost, Reply]]:
         """Send these hosts what they have not been told, and wait for their replies."""
-        waiting = [host for host in hosts if self.send(host, waits=True)]
-        began = time.monotonic()
-        replies = {}
-        while waiting:
-            left = min(self._patience_s(host) for host in waiting)
-            ready = wait_for([host.calls for host in waiting], left - time.monotonic() + began)
-            passed = time.monotonic() - began
-            for host in list(waiting):
-                try:
-                    reply = self._reply(host) if host.calls in ready else None
-                except ChannelClosed:
-                    self.fail(host, lost("", len(host.traces)))
-                except Exception as error:  # it costs the host, not the engine
-                    self.fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
-                else:
-                    if reply is not None:
-                        replies[host] = reply
-                    elif passed >= self._patience_s(host):
-                        self.fail(host, too_slow(host, self._step_s, _WAITED))
-                    else:
-                        continue
-                waiting.remove(host)
-                host.used_s += passed
-        self._left_s -= time.monotonic() - began
-        return [(host, replies[host]) for host in hosts if host in replies and host.failure is None]
-
-    def _patience_s(self, host: BlockHost) -> float:
-        """How long the model waits for a host from now on: all that is left, or its share if others have used it up."""
-        return max(self._left_s, _SHARE * self._step_s - host.used_s)
+        asked = [host for host in hosts if self.send(host, waits=True)]
+        return list(wait_for_replies(asked, self._patience, self._reply, self.fail).items())
 
     def _reply(self, host: BlockHost) -> Reply | None:
         """Take what a host has said. Returns its reply, if it has come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ from .reading import ModelPaths
 from .report_thread import ReportThread
 from .rows import StepRows
 from .staged_step import StagedStep
+from .stream_visits import StreamVisits
 from .tenant_hosts import TenantHosts
 
 __all__ = ["HostedBlocks", "valid_samples"]
@@ -62,6 +63,7 @@ class HostedBlocks:
         step_s: how long the model waits for all blocks of a step, in seconds.
         others: under tensor parallelism, the connection to the other ranks.
         earlier: under pipeline parallelism, the connection to the earlier stages.
+        visits: if a stream can wait for hosts, without other ranks and stages.
     """
 
     def __init__(
@@ -73,12 +75,13 @@ class HostedBlocks:
         step_s: float,
         others: RankLink | None = None,
         earlier: EarlierStages | None = None,
+        visits: StreamVisits | None = None,
     ) -> None:
         self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
         self._hosts = TenantHosts(pool, reports)
         #: Waits until hosts can be started, so that the model waits for no start later.
         self.wait_ready = pool.wait_ready
-        self._turns = HostTurns(model, reports, step_s)
+        self._turns = HostTurns(model, reports, step_s, visits)
         #: Answers what hosts ask for.
         self.answers = self._turns.answers
         self._others = self.answers.others = others
@@ -136,7 +139,7 @@ class HostedBlocks:
         self._idle.pop(name, None)
         self._layout = None
         taken = HostedRequest(known, request_id, request.engine_id, request.index)
-        known.host.take_request(taken, Arrived(request_id, arguments, list(reserved)), account.reads)
+        known.host.take_request(taken, Arrived(request_id, arguments, list(reserved)), account)
         if SHARED_ARG in arguments:
             known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
@@ -200,12 +203,10 @@ class HostedBlocks:
         Args:
             encoded: as `encode_changes` of `link/step_link.py` returns it.
         """
-        sent, changes, over = _changes.decode(encoded)
-        for name in changes.keys() | set(over):
+        for name, steered in _steered(encoded):
             trace = self.traces.get(name)
             if trace is not None and trace.failure is None:
-                own = {name: changes[name]} if name in changes else {}
-                trace.host.tell(Steered(_encode((sent, own, [name] if name in over else []))))
+                trace.host.tell(steered)
 
     def fail(self, request_id: str, failure: Failure) -> bool:
         """End the host of a request for which another rank could not do its part. Returns whether it has one."""
@@ -265,6 +266,8 @@ class HostedBlocks:
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
             host.begin(spans, layout.rows[host])
             if host.reads is None and reads is None:
+                if self._turns.is_visited(host):
+                    continue
                 # The last reply said nothing of requests that were not in its step.
                 if host.begins or not host.present <= before:
                     waiting.append(host)
@@ -339,19 +342,19 @@ class HostedBlocks:
 
     def reach(self, location: str, value: Any, *, by_request: bool = False) -> Any:
         """Serve a location to the blocks that want it. Returns the value as they leave it."""
-        number, watching = self._turns.number(location), self._watching.get(location, ())
+        number, watching = self._turns.number(location), list(self._watching.get(location, ()))
         told = self._others is not None and self._told.passes(location)
         if not watching and not told:
             self._turns.passed.append(number)
             return value
         self._take_earlier()
+        value, watching = self._turns.visit(watching, location, value, pinned=self._on_gpu, by_request=by_request)
         waiting = self._share(location, value, watching, by_request=by_request)
         self._turns.passed.append(number)
         # A change that the other ranks are not told of would part them.
         assert told or not waiting or self._others is None
         if waiting or told:
-            left = self._left_by(self._turns.ask(waiting), told=told)
-            value = merged(value, left, self._turns.misfit)
+            value = merged(value, self._left_by(self._turns.ask(waiting), told=told), self._turns.misfit)
         return value
 
     def _share(self, location: str, value: Any, watching: Sequence[BlockHost], *, by_request: bool) -> list[BlockHost]:
@@ -427,8 +430,6 @@ class HostedBlocks:
                 self._earlier.serve(Served(edits, self._watch_now), data)
         self._turns.passed += passed
 
-    # --- with hosts ---------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Note where hosts want something from now on."""
         told = self._others or self._earlier
@@ -451,6 +452,14 @@ class HostedBlocks:
         self._watch()
         self._others.tell(Served(edits, self._news()), data)
         return [Left(host, host.shared, reply, RowBytes(data)) for host, reply in left if host.shared]
+
+
+def _steered(encoded: bytes) -> Iterator[tuple[str, Steered]]:
+    """What the host of each trace is told of changes of live parameters."""
+    sent, changes, over = _changes.decode(encoded)
+    for name in changes.keys() | set(over):
+        own = {name: changes[name]} if name in changes else {}
+        yield name, Steered(_encode((sent, own, [name] if name in over else [])))
 
 
 def _watched_by(hosts: Iterable[BlockHost], *, told: bool) -> tuple[dict[str, list[BlockHost]], StepWatch]:

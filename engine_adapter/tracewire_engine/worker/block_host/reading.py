@@ -7,8 +7,9 @@ assigns to parts of its own lists and dicts only, uses such operators on names t
 assigns nothing to the model, and calls only known methods and functions.
 
 A block that does some of that, and otherwise only what is known here, may write, but still only computes: it can reach
-neither files nor other objects of its process. Such blocks may share a process. Every construct that this module does
-not know makes a block one of which nothing is certain, which costs time and no correctness.
+neither files nor other objects of its process. Such blocks may share a process. If it has few locations, and skips no
+module, it is also known where it may write. Every construct that this module does not know makes a block one of which
+nothing is certain, which costs time and no correctness.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import msgspec
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.block_host import ModuleOutline
 
-__all__ = ["Account", "ModelPaths", "account_of", "union"]
+__all__ = ["Account", "ModelPaths", "account_of", "joined", "union"]
 
 #: Of a larger power of an integer, nothing is certain but that it takes long.
 _LARGEST_POWER = 64
 
 #: More locations than this are not copied in each step; the model waits for such a block instead.
 MOST = 256
+
+#: How many locations a block may have that writes, if the model's thread is not to wait for it: at each of them the GPU
+#: waits in every step, whether the block wants it or not.
+MOST_EDITED = 4
 
 
 def _words(text: str) -> frozenset[str]:
@@ -94,7 +99,7 @@ _ATTRIBUTES = _words(
 )
 
 _SIDES = {"output": "output", "input": "input", "inputs": "input"}
-_RUN = frozenset({"logits", "samples"})
+_RUN, _SAMPLES = frozenset({"logits", "samples"}), "model.samples"
 
 _numbers = msgspec.msgpack.Decoder(int | list[int])
 
@@ -153,11 +158,16 @@ class Account:
 
     Attributes:
         reads: the locations that they may ask for, if they only read; otherwise `None`.
+        edits: the locations that they may ask for, if they skip no module; `None` if that is not certain, or if these
+            are many.
+        assigns: whether they may put another value in the place of one of the model.
         computes: whether they do nothing but compute with values that they have read or made.
     """
 
     reads: frozenset[str] | None = None
     computes: bool = False
+    edits: frozenset[str] | None = None
+    assigns: bool = False
 
 
 def account_of(block: Block, paths: ModelPaths) -> Account:
@@ -165,12 +175,24 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
     if block.helpers or block.shared or block.imports or not set(block.modules.values()) <= _MODULES:
         return Account()
     try:
-        tree = ast.parse(block.source)
+        tree = _parsed(block.source)
         variables = _variables.decode(block.variables)
-        found = _Reader(block, paths, variables).read(tree)
+        reader = _Reader(block, paths, variables)
+        reader.read(tree)
     except (_Unknown, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
         return Account()
-    return Account(found if found is not None and len(found) <= MOST else None, computes=True)
+    found = frozenset(reader.found)
+    reads = found if not reader.writes and len(found) <= MOST else None
+    edits = found if not reader.skips and len(found) <= MOST_EDITED else None
+    # What blocks leave of samples is put in their place, as far as it is token ids.
+    return Account(reads, computes=True, edits=edits, assigns=reader.assigns or _SAMPLES in found)
+
+
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SystemError:  # of Python 3.11, if another thread has parsed something meanwhile
+        return ast.parse(source)
 
 
 class _Reader:
@@ -178,8 +200,10 @@ class _Reader:
 
     def __init__(self, block: Block, paths: ModelPaths, variables: Mapping[str, msgspec.Raw]) -> None:
         self._paths = paths
-        self._found: set[str] = set()
-        self._writes = False
+        #: The locations that the block may ask for.
+        self.found: set[str] = set()
+        #: Whether it may change a value of the model, put another one in its place, or skip a module.
+        self.writes = self.assigns = self.skips = False
         model, tracer, live = block.parameters
         self._names: dict[str, _Kind] = dict.fromkeys(variables, _VALUE)
         self._names.update({name: _Named(f"module {module}") for name, module in block.modules.items()})
@@ -195,10 +219,14 @@ class _Reader:
         for name, encoded in variables.items():
             self._know(name, encoded)
 
-    def read(self, tree: ast.Module) -> frozenset[str] | None:
+    def read(self, tree: ast.Module) -> None:
+        """Go through the block.
+
+        Raises:
+            _Unknown: it may do something that this module does not know.
+        """
         self._collect(tree)
         self._body(tree.body)
-        return None if self._writes else frozenset(self._found)
 
     def _know(self, name: str, encoded: msgspec.Raw) -> None:
         """Note a variable that is a number, or a list of some."""
@@ -304,7 +332,7 @@ class _Reader:
         if isinstance(target, ast.Name):
             if target.id not in self._assigned or self._names[target.id] is not _VALUE:
                 raise _Unknown
-            self._writes |= not self._is_own(target.id, _is_new)
+            self.writes |= not self._is_own(target.id, _is_new)
         elif isinstance(target, ast.Subscript | ast.Attribute):
             self._put(target)
         else:
@@ -324,9 +352,13 @@ class _Reader:
             else:
                 run = owner.paths == ("model",) and target.attr in _RUN
                 known = not owner.several and (target.attr in _SIDES or run)
+                if known:
+                    self._of_modules(owner, target.attr)
             if not known:
                 raise _Unknown
-        self._writes = True
+            # What is assigned to the residual stream changes its halves in place.
+            self.assigns |= not isinstance(owner, _Named)
+        self.writes = True
 
     def _items_of(self, node: ast.expr) -> _Kind:
         """Take what a loop goes through: also a `range` of any length, since each turn of a loop can be interrupted."""
@@ -399,10 +431,10 @@ class _Reader:
         if kind.several:
             raise _Unknown
         if name in _SIDES:
-            self._found.update(f"{path}.{_SIDES[name]}" for path in kind.paths)
+            self.found.update(f"{path}.{_SIDES[name]}" for path in kind.paths)
             return _VALUE
         if kind.paths == ("model",) and name in _RUN:
-            self._found.add(f"model.{name}")
+            self.found.add(f"model.{name}")
             return _VALUE
         children = [self._paths.child(path, name) for path in kind.paths]
         known = tuple(child for child in children if child is not None)
@@ -462,7 +494,7 @@ class _Reader:
             return self._of_module(kind, name, node)
         self._arguments(node)
         if kind is _VALUE and name in _IN_PLACE:
-            self._writes = True
+            self.writes = True
             return _VALUE
         if kind.what == "tracer" and name in ("all", "stop"):
             return _Named("steps") if name == "all" else _VALUE
@@ -478,13 +510,13 @@ class _Reader:
     def _of_module(self, kind: _Modules, name: str, node: ast.Call) -> _Kind:
         if name == "skip" and not kind.several:
             self._arguments(node)
-            self._writes = True
+            self.writes = self.skips = True
             return _VALUE
         if kind.paths != ("model",) or name != "residual" or len(node.args) != 1 or node.keywords:
             raise _Unknown
         layers = self._item_of(_Modules((self._paths.layers,)), node.args[0])
         assert isinstance(layers, _Modules)
-        self._found.update(f"{path}.output" for path in layers.paths)
+        self.found.update(f"{path}.output" for path in layers.paths)
         return _Named("residual")
 
     def _arguments(self, node: ast.Call) -> None:
@@ -554,9 +586,17 @@ def _is_new(node: ast.expr) -> bool:
 
 def union(found: Iterable[Account]) -> Account:
     """What is certain of several blocks together."""
-    joined: set[str] = set()
-    reads, computes = True, True
-    for one in found:
-        reads, computes = reads and one.reads is not None, computes and one.computes
-        joined |= one.reads or frozenset()
-    return Account(frozenset(joined) if reads else None, computes)
+    accounts = list(found)
+    edits = joined([one.edits for one in accounts])
+    return Account(
+        joined([one.reads for one in accounts]),
+        all(one.computes for one in accounts),
+        edits if edits is not None and len(edits) <= MOST_EDITED else None,
+        any(one.assigns for one in accounts),
+    )
+
+
+def joined(locations: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    """All of these locations; `None` if one of them is."""
+    known = [one for one in locations if one is not None]
+    return frozenset[str]().union(*known) if len(known) == len(locations) else None

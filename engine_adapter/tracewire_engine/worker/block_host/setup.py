@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import sysconfig
 from typing import Any, TypeAlias
@@ -33,14 +34,21 @@ from .pool import HostPool
 from .rank_link import RankLink
 from .reading import ModelPaths
 from .report_thread import ReportThread
+from .stream_flags import CudaFlags
+from .stream_visits import StreamVisits
 
 __all__ = ["BlocksElsewhere", "hosted_blocks", "outline_of"]
+
+logger = logging.getLogger("vllm.tracewire")
 
 #: What a worker has in place of blocks: hosts, or the part of another rank or stage.
 BlocksElsewhere: TypeAlias = HostedBlocks | FollowedBlocks | ForwardedBlocks
 
 #: The share of a step's time after which a block is interrupted, before its host is.
 _SHARE = 0.8
+
+#: How many times a step's time the GPU waits at most for hosts, if nothing releases it.
+_HELD = 3.0
 
 #: How much longer than a block a host may take, in seconds: it also reads and encodes what the block has saved.
 _GRACE_S = 5.0
@@ -137,9 +145,20 @@ def _hosts_of(
     pool = HostPool(settings)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers)
-    hosts = HostedBlocks(model, paths, pool, reports, step_s, others, earlier)
+    visits = None if others is not None or earlier is not None else _visits(model, reports, step_s)
+    hosts = HostedBlocks(model, paths, pool, reports, step_s, others, earlier, visits)
     _limit(hosts.answers, runner)
     return hosts
+
+
+def _visits(model: Any, reports: ReportThread, step_s: float) -> StreamVisits | None:
+    if model.device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        return StreamVisits(CudaFlags(_HELD * step_s), reports)
+    except Exception:  # of a driver or a device that cannot do it
+        logger.warning("the GPU cannot wait for the hosts of blocks, so the model's thread waits", exc_info=True)
+        return None
 
 
 def _limit(answers: ModelAnswers, runner: Any) -> None:

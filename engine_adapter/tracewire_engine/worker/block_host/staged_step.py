@@ -23,7 +23,7 @@ from tracewire_engine.protocol.block_host import Reached, Shape, Shared
 from .row_buffer import MOST_KEPT, RowBuffer
 from .rows import StepRows, Withheld
 
-__all__ = ["GivenShare", "HostRows", "HostShare", "Reading", "StageLayout", "StagedStep"]
+__all__ = ["Fit", "GivenShare", "HostRows", "HostShare", "Reading", "StageLayout", "Staged", "StagedStep"]
 
 #: How many forms of values are remembered while steps are laid out alike.
 _FORMS = 1024
@@ -56,7 +56,7 @@ class _Form:
         return tensor if self.whole else tensor.narrow(self.axis, self.low, self.count)
 
 
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     """The rows of a host in tensors of one form: their bytes in its memory, their shape, and what takes them out."""
 
     size: int
@@ -64,7 +64,7 @@ class _Fit(NamedTuple):
     index: Any
 
 
-class _Staged(NamedTuple):
+class Staged(NamedTuple):
     """A tensor of a value: its form, where it is copied to, and its first byte there."""
 
     form: _Form
@@ -90,7 +90,7 @@ class Reading(NamedTuple):
 
     location: str
     skeleton: Any
-    tensors: list[_Staged]
+    tensors: list[Staged]
     forms: tuple[_Form, ...]
     passed: int
     by_request: bool
@@ -136,7 +136,7 @@ class StageLayout:
         #: The first row that any host has, and the one behind the last, by `by_request`.
         self._bounds = [(min(low for low, _ in some), max(high for _, high in some)) for some in bounds]
         self._forms: dict[Any, _Form] = {}
-        self._fits: dict[tuple[Any, tuple[_Form, ...]], tuple[int, list[_Fit]]] = {}
+        self._fits: dict[tuple[Any, tuple[_Form, ...]], tuple[int, list[Fit]]] = {}
         self._patterns: dict[Any, _Pattern] = {}
         #: What the last step that was compared has reached, and what its hosts got of it, if that was one part each.
         self.reached: _Reachings | None = None
@@ -172,7 +172,7 @@ class StageLayout:
             found = self._patterns[key] = _Pattern(skeleton, forms)
         return found
 
-    def fits(self, host: Any, forms: tuple[_Form, ...]) -> tuple[int, list[_Fit]]:
+    def fits(self, host: Any, forms: tuple[_Form, ...]) -> tuple[int, list[Fit]]:
         """A host's rows in a value of tensors of these forms, and how many bytes they take together."""
         found = self._fits.get((host, forms))
         if found is None:
@@ -181,13 +181,13 @@ class StageLayout:
             found = self._fits[host, forms] = sum([fit.size for fit in fits]), fits
         return found
 
-    def _fit(self, form: _Form, rows: StepRows) -> _Fit:
+    def _fit(self, form: _Form, rows: StepRows) -> Fit:
         if form.axis < 0:
-            return _Fit(aligned(form.row), form.shape, slice(0, 1))
+            return Fit(aligned(form.row), form.shape, slice(0, 1))
         count = rows.count(by_request=form.by_request)
         shape = (*form.shape[: form.axis], count, *form.shape[form.axis + 1 :])
         index = rows.index(form.low, by_request=form.by_request)
-        return _Fit(aligned(form.row * count), shape, index)
+        return Fit(aligned(form.row * count), shape, index)
 
 
 class StagedStep:
@@ -239,12 +239,19 @@ class StagedStep:
         else:
             self.readings.append(self._read(location, value, hosts, passed, by_request=by_request, rows_only=rows_only))
 
+    def is_apart(self, value: Any, *, by_request: bool) -> bool:
+        """Whether a value is a tensor, or some that do not share their memory: its copy can be put back as a whole."""
+        if self._layout.pattern(value, by_request=by_request) is None:
+            return False
+        tensors = value if type(value) is tuple else (value,)
+        return len({one.untyped_storage().data_ptr() for one in tensors}) == len(tensors)
+
     def _read(
         self, location: str, value: Any, hosts: Sequence[Any], passed: int, *, by_request: bool, rows_only: bool
     ) -> Reading:
         """Stage a value of any kind."""
         layout = self._layout
-        tensors: list[_Staged] = []
+        tensors: list[Staged] = []
         others = 0
 
         def write(tensor: torch.Tensor) -> Shape:
@@ -266,7 +273,7 @@ class StagedStep:
         forms = tuple([one.form for one in tensors])
         return Reading(location, skeleton, tensors, forms, passed, by_request, hosts)
 
-    def _stage(self, tensor: torch.Tensor, form: _Form) -> _Staged:
+    def _stage(self, tensor: torch.Tensor, form: _Form) -> Staged:
         size = form.size
         if not self._buffers or self._next + size > self._buffers[-1].size:
             wanted = max(size, 2 * self.size, min(self._expected, MOST_KEPT))
@@ -277,7 +284,7 @@ class StagedStep:
             buffer.copy(form.kept(tensor), start)
         self._next += aligned(size)
         self.size += aligned(size)
-        return _Staged(form, buffer, start)
+        return Staged(form, buffer, start)
 
     def seal(self) -> None:
         """Take no more values."""
@@ -315,7 +322,7 @@ class StagedStep:
         (buffer,) = self._buffers
         return buffer
 
-    def fits(self, host: Any, reading: Reading) -> tuple[int, list[_Fit]]:
+    def fits(self, host: Any, reading: Reading) -> tuple[int, list[Fit]]:
         """A host's rows in a value, and how many bytes they take together."""
         return self._layout.fits(host, reading.forms)
 
@@ -330,6 +337,10 @@ class StagedStep:
         if not self._done and self._copied is not None:
             self._done = self._copied.query()
         return self._done
+
+    def arrive(self) -> None:
+        """Note that all values are on the host, as the caller knows."""
+        self._done = True
 
     def wait(self) -> None:
         """Wait until all values are on the host."""
@@ -438,12 +449,12 @@ class HostShare:
 class _Piece:
     """Tensors of one form that lie at equal distances, of which a host gets the same rows."""
 
-    def __init__(self, first: _Staged, start: int, size: int, index: Any) -> None:
+    def __init__(self, first: Staged, start: int, size: int, index: Any) -> None:
         self._form, self._first, self._distance = first.form, first, 0
         self._start, self._size, self._index = start, size, index
         self._count = 1
 
-    def takes(self, one: _Staged) -> bool:
+    def takes(self, one: Staged) -> bool:
         """Take another tensor, if it is the next at the same distance."""
         if one.form is not self._form or one.buffer is not self._first.buffer:
             return False

@@ -101,9 +101,9 @@ class InlineModel(HostedModel):
         assert all(self.outcomes[name].finish is not None for name in names)
 
 
-@pytest.fixture(scope="module")
-def hosted() -> Iterator[HostedModel]:
-    model = HostedModel()
+@pytest.fixture(scope="module", params=[False, True], ids=["waits", "visits"])
+def hosted(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
+    model = HostedModel(visits=request.param)
     yield model
     model.close()
 

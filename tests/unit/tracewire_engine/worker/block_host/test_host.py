@@ -22,6 +22,7 @@ from tracewire_engine.protocol.block_host import (
     Wait,
 )
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace
+from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
 
@@ -47,7 +48,8 @@ def add(one: BlockHost, name: str, reads: set[str] | None) -> HostedTrace:
     trace = HostedTrace(name, one, 1)
     assert one.add(trace)
     request = HostedRequest(trace, f"{name}-1", name, 0)
-    one.take_request(request, Arrived(request.id, {}), None if reads is None else frozenset(reads))
+    account = Account(None if reads is None else frozenset(reads), computes=True)
+    one.take_request(request, Arrived(request.id, {}), account)
     return trace
 
 
@@ -77,7 +79,7 @@ def test_rows_are_sent_of_what_the_live_traces_read() -> None:
 def test_one_block_that_may_write_makes_the_model_wait() -> None:
     one = host(reads=True)
     trace = add(one, "t", {"a"})
-    one.take_request(HostedRequest(trace, "t-2", "u", 0), Arrived("t-2", {}), None)
+    one.take_request(HostedRequest(trace, "t-2", "u", 0), Arrived("t-2", {}), Account())
     assert one.reads is None
     one.drop(trace)
     assert one.reads is None

@@ -51,9 +51,9 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[HostedModel]:
-    model = HostedModel()
+@pytest.fixture(scope="module", params=[False, True], ids=["waits", "visits"])
+def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
+    model = HostedModel(visits=request.param)
     yield model
     assert not len(model.hosts)
     model.close()
@@ -66,7 +66,7 @@ def served() -> Iterator[HostedModel]:
 def test_a_block_that_takes_too_long_ends_with_an_error_and_others_go_on(
     served: HostedModel, block: str, lines: Sequence[int]
 ) -> None:
-    impatient = HostedModel(step_s=4.0, pool=served.pool)
+    impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
     found = impatient.run({"slow": block, "reads": READS, "later": LATER})
     finish = found["slow"].finish
     assert finish is not None
@@ -86,7 +86,7 @@ def test_blocks_that_loop_use_up_the_time_of_their_host_and_no_neighbour_ends(
     served: HostedModel, location: str
 ) -> None:
     """Two of them take no longer than one, so that the host with their neighbour stays."""
-    impatient = HostedModel(step_s=4.0, pool=served.pool)
+    impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
     loops = f"{location}\nfor number in range(10**12):\n    number + 1\n"
     read = "h = model.model.layers[2].output[0]" + ("\n" if location.endswith("output") else "\nh[:] = 1\n")
     found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)

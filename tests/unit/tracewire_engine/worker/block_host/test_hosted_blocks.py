@@ -69,9 +69,9 @@ name = repr(model.model.layers[0]).save()
 """
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[HostedModel]:
-    model = HostedModel()
+@pytest.fixture(scope="module", params=[False, True], ids=["waits", "visits"])
+def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
+    model = HostedModel(visits=request.param)
     yield model
     assert not len(model.hosts)
     model.close()

@@ -48,9 +48,9 @@ QUICK = (
 SAME_HERE = ("wrong-shape", "logits-other-width")
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[HostedModel]:
-    model = HostedModel(layers=5, step_s=4.0)
+@pytest.fixture(scope="module", params=[False, True], ids=["waits", "visits"])
+def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
+    model = HostedModel(layers=5, step_s=4.0, visits=request.param)
     yield model
     model.close()
 

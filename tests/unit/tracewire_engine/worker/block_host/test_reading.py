@@ -94,7 +94,8 @@ H = "h = model.model.layers[0].output[0]\n"
     ],
 )
 def test_blocks_that_write_and_only_compute(source: str) -> None:
-    assert account(source, modules={"torch": "torch"}) == Account(None, computes=True)
+    found = account(source, modules={"torch": "torch"})
+    assert (found.reads, found.computes) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -205,4 +206,35 @@ def test_one_block_that_may_write_decides() -> None:
     assert union([first, second]) == Account(frozenset("ab"), computes=True)
     assert union([first, Account(None, computes=True)]) == Account(None, computes=True)
     assert union([first, Account()]) == Account()
-    assert union([]) == Account(frozenset(), computes=True)
+    assert union([]) == Account(frozenset(), computes=True, edits=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("source", "edits", "assigns"),
+    [
+        (H + "h[:] *= 2", outputs(0), False),
+        (H + "h.mul_(2)\nx = model.lm_head.input.clone().save()", {*outputs(0), "model.lm_head.input"}, False),
+        ("model.logits[:, 3] = -1e9", LOGITS, False),
+        (H + "x = h.clone().save()", outputs(0), False),
+        ("for i in range(4):\n    model.model.layers[i].output[0][:] = 0", outputs(0, 1, 2, 3), False),
+        ("i = int(live.layer)\nmodel.model.layers[i].output[0][:] = 0", outputs(0, 1, 2, 3), False),
+        ("model.residual(1).output = 1\nmodel.residual(2).output += 1", outputs(1, 2), False),
+        (H + "model.model.layers[1].output = (h * 2, h)", outputs(0, 1), True),
+        ("model.logits = model.logits * 2", LOGITS, True),
+        ("model.samples[:] = 7", {"model.samples"}, True),
+        (H + "h += 1\nmodel.model.layers[1].skip(h)", None, False),
+        ("for layer in model.model.layers:\n    layer.output[0][:] = 0\nx = model.logits", None, False),
+        (H + "exec('h += 1')", None, False),
+    ],
+)
+def test_where_blocks_may_write(source: str, edits: set[str] | None, assigns: bool) -> None:
+    found = account(source, modules={"torch": "torch"})
+    assert (found.edits, found.assigns) == (None if edits is None else frozenset(edits), assigns)
+
+
+def test_blocks_that_write_at_many_locations_together() -> None:
+    first, second = (Account(None, computes=True, edits=frozenset(names)) for names in ("ab", "bc"))
+    assert union([first, second]).edits == frozenset("abc")
+    assert union([first, Account(frozenset("z"), computes=True)]).edits is None
+    assert union([first, Account(None, computes=True, edits=frozenset("cdefg"))]).edits is None
+    assert union([first, Account(None, computes=True, edits=frozenset("a"), assigns=True)]).assigns

@@ -22,6 +22,7 @@ from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host import report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from tracewire_engine.worker.block_host.passed_arrays import PassedArrays
+from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -91,7 +92,7 @@ def watched(patience_s: float = 0.0) -> tuple[ReportThread, BlockHost, Host, Sen
 def add(host: BlockHost, trace: str, request: str) -> None:
     made = HostedTrace(trace, host, 1)
     assert host.add(made)
-    host.take_request(HostedRequest(made, f"{request}-1", request, 0), Arrived(f"{request}-1", {}), None)
+    host.take_request(HostedRequest(made, f"{request}-1", request, 0), Arrived(f"{request}-1", {}), Account())
 
 
 def waits(event: threading.Event) -> None:

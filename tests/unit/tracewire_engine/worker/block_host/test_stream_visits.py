@@ -1,0 +1,293 @@
+"""A stream waits for the hosts of blocks that write: a thread stands for the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosted_model import HostedModel
+from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.worker.block_host.host_replies import Patience
+from tracewire_engine.worker.block_host.rows import StepRows
+from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
+from tracewire_engine.worker.block_host.stream_visits import Visit
+
+EACH = "kept = [].save()\nfor step in tracer.iter[:]:\n    "
+IN_PLACE = EACH + "h = model.model.layers[1].output[0]\n    h[:] *= 2\n    kept.append(h.clone())\n"
+ASSIGNS = EACH + "o = model.model.layers[1].output\n    model.model.layers[1].output = (o[0] * 3, o[1])\n"
+#: Its source may be anything.
+UNKNOWN = EACH + "exec('model.model.layers[1].output[0][:] *= 2')\n"
+#: The value is more than tensors.
+INPUTS = EACH + "model.model.layers[2].input[:] = 0.5\n    kept.append(model.model.layers[2].output[0].clone())\n"
+
+
+class Model(HostedModel):
+    """Notes the numbers of the visits."""
+
+    def __init__(self) -> None:
+        super().__init__(visits=True, step_s=5.0)
+        self.held: list[int] = []
+        hold = self.flags.hold
+
+        def noting(number: int) -> None:
+            self.held.append(number)
+            hold(number)
+
+        self.flags.hold = noting  # type: ignore[method-assign]
+
+    def visits_in(self, *sources: str, steps: int = 4) -> tuple[int, list[Any]]:
+        """How often the stream waits for these blocks, and what they come to."""
+        self.held.clear()
+        found = self.run({f"{len(self.outcomes)}.{place}": one for place, one in enumerate(sources)}, steps=steps)
+        return len(self.held), list(found.values())
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    found = Model()
+    yield found
+    assert not len(found.hosts)
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[HostedModel]:
+    found = HostedModel()
+    yield found
+    found.close()
+
+
+def saves(outcomes: list[Any]) -> list[list[Any]]:
+    assert [one.finish.error for one in outcomes] == [None] * len(outcomes)
+    return [[np.asarray(one).tolist() for one in outcome.saves["kept"]] for outcome in outcomes]
+
+
+def test_a_stream_waits_once_for_all_hosts_of_a_location(model: Model, waiting: HostedModel) -> None:
+    count, found = model.visits_in(IN_PLACE, IN_PLACE, ASSIGNS + "    kept.append(model.logits.clone())\n")
+    # The logits are the third one's.
+    assert count == 8
+    names = ("one", "two", "three")
+    plain = waiting.run(
+        dict(zip(names, (IN_PLACE, IN_PLACE, ASSIGNS + "    kept.append(model.logits.clone())\n"), strict=True)), 4
+    )
+    assert saves(found) == saves([plain[name] for name in names])
+
+
+def test_what_blocks_assign_leaves_the_model_s_own_tensors_as_they_are(model: Model) -> None:
+    seen = []
+    visit = model.visits.visit  # type: ignore[union-attr]
+
+    def noting(one: Visit, value: Any) -> Any:
+        before = [tensor.clone() for tensor in value]
+        left = visit(one, value)
+        seen.append((before, value, left))
+        return left
+
+    model.visits.visit = noting  # type: ignore[union-attr, method-assign]
+    model.visits_in(ASSIGNS, steps=1)
+    model.visits_in(IN_PLACE, steps=1)
+    model.visits.visit = visit  # type: ignore[union-attr, method-assign]
+    (before, value, left), (changed, mine, same) = seen
+    assert torch.equal(before[0], value[0])
+    assert torch.equal(left[0], before[0] * 3)
+    assert mine[0] is same[0]
+    assert torch.equal(mine[0], changed[0] * 2)
+
+
+def test_a_trace_of_which_nothing_is_certain_makes_the_thread_wait_for_its_host(model: Model) -> None:
+    count, found = model.visits_in(UNKNOWN, IN_PLACE)
+    assert [one.finish.error for one in found] == [None, None]
+    # The second trace's host is another one.
+    assert count == 4
+
+
+def test_a_host_that_must_be_waited_for_later_on_is(model: Model) -> None:
+    """A trace that skips a module joins the host of one that writes, and leaves it again."""
+    skips = (
+        "i = model.model.layers[1].input\nmodel.model.layers[1].skip((i * 0.5, i))\nx = model.logits.clone().save()\n"
+    )
+    model.held.clear()
+    model.open("stays", IN_PLACE)
+    model.step({"stays": 2}, 0)
+    model.step({"stays": 1}, 1)
+    assert len(model.held) == 2
+    model.open("skips", skips)
+    model.step({"stays": 1, "skips": 2}, 2)
+    model.finish("skips", 1)
+    model.wait("skips")
+    assert len(model.held) == 2
+    for index in (3, 4):
+        model.step({"stays": 1}, index)
+    model.finish("stays", 5)
+    model.wait("stays")
+    assert len(model.held) == 4
+    assert model.outcomes["skips"].finish is not None
+    assert model.outcomes["skips"].finish.error is None
+    assert len(saves([model.outcomes["stays"]])[0]) == 5
+
+
+def test_a_value_that_is_more_than_tensors_is_waited_for_by_the_thread(model: Model) -> None:
+    count, found = model.visits_in(INPUTS)
+    # That is found at the first of them.
+    assert count <= 1
+    assert len(saves(found)[0]) == 4
+    assert model.visits_in(INPUTS)[0] == 0
+
+
+def test_a_block_that_asks_for_what_its_source_does_not_name_is_ended(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = model.hosts._accounts.of
+    wrong = frozenset({"model.model.layers.0.output"})
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments: replace(of(arguments), edits=wrong))
+    _, (found,) = model.visits_in(IN_PLACE)
+    assert found.finish.error.type == "BlockHostLost"
+    assert "asks for model.model.layers.1.output, of which its source says nothing" in found.finish.error.message
+
+
+def test_a_block_that_assigns_although_its_source_does_not_is_ended(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = model.hosts._accounts.of
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments: replace(of(arguments), assigns=False))
+    _, (found,) = model.visits_in(ASSIGNS)
+    assert "a value is replaced, of which the block's source says nothing" in found.finish.error.message
+
+
+def test_a_host_that_ends_while_the_stream_waits_costs_its_traces_alone(model: Model) -> None:
+    model.open("lost", IN_PLACE, tenant="another")
+    model.open("stays", IN_PLACE)
+    model.step({"lost": 2, "stays": 2}, 0)
+    process = model.hosts.traces["lost"].host.process
+    process.kill()
+    for index in (1, 2):
+        model.step({"lost": 1, "stays": 1}, index)
+    for name in ("lost", "stays"):
+        model.finish(name, 3)
+    model.wait("lost", "stays")
+    assert model.outcomes["lost"].finish is not None
+    assert model.outcomes["lost"].finish.error is not None
+    assert len(saves([model.outcomes["stays"]])[0]) == 3
+
+
+def test_a_stream_that_waits_in_vain_goes_on_and_none_waits_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vain = Model()
+    vain.flags._limit_s = 0.2
+    arrived = vain.flags.has_arrived
+    monkeypatch.setattr(vain.flags, "has_arrived", lambda number: arrived(number) and vain.flags.expired(number))
+    _, (found,) = vain.visits_in(IN_PLACE)
+    assert found.finish.error.type == "BlockHostLost"
+    assert "the model has gone on without it" in found.finish.error.message
+    count, again = vain.visits_in(IN_PLACE)
+    assert count == 0
+    assert len(saves(again)[0]) == 4
+    vain.close()
+
+
+def test_the_memory_of_visits_is_given_back(model: Model) -> None:
+    model.visits_in(IN_PLACE, ASSIGNS, steps=6)
+    model.hosts.begin({}, [], lambda name: 0)
+    assert model.visits is not None
+    assert not model.visits._held
+
+
+class Process:
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+
+class Host:
+    failure = None
+    assigns = True
+    edits = frozenset({"a"})
+
+    def __init__(self, returned: Any) -> None:
+        self.process = Process(returned)
+
+
+class Turn:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+
+def visit_of(value: Any) -> tuple[Visit, Any, Any]:
+    """A visit of the second and third row of four, its host, and the host's memory."""
+    from tracewire_engine.link.shared_rows import RowMemory
+
+    memory = RowMemory.create(1 << 16)
+    host: Any = Host(memory)
+    step = StagedStep(StageLayout({host: StepRows([(1, 2)], [1], 4, 4)}), pinned=False)
+    step.reach("a", value, [host], 0, by_request=False, rows_only=False)
+    turn: Any = Turn(host)
+    return Visit(step, [turn], Patience(1.0)), host, memory
+
+
+def shared(memory: Any, rows: torch.Tensor) -> Shape:
+    start = memory.room(rows.nbytes)
+    memory.write(rows, start)
+    return Shape(str(rows.dtype).removeprefix("torch."), tuple(rows.shape), start)
+
+
+def test_rows_go_where_they_belong() -> None:
+    value = (torch.zeros(4, 3), torch.ones(4, 2), torch.full((7,), 5.0))
+    visit, host, memory = visit_of(value)
+    edited = [(0, shared(memory, torch.full((2, 3), 2.0))), (2, shared(memory, torch.zeros(7)))]
+    given = [shared(memory, torch.full(shape, 9.0)) for shape in ((2, 3), (2, 2), (7,))]
+    failed: list[Any] = []
+    replaced = Shared(visit._reading.skeleton, given)
+    visit.put({host: Reply(edited=edited, replaced=replaced)}, lambda *found: failed.append(found))
+    left = visit.put_back(value)
+    assert not failed
+    assert [one[:, 0].tolist() for one in value[:2]] == [[0, 2, 2, 0], [1, 1, 1, 1]]
+    assert [one[:, 0].tolist() for one in left[:2]] == [[0, 9, 9, 0], [1, 9, 9, 1]]
+    # It is no request's.
+    assert left[2] is value[2]
+    assert left[2].tolist() == [5.0] * 7
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "why"),
+    [
+        (3, (2, 3), "has no tensor 3"),
+        (-1, (2, 3), "has no tensor -1"),
+        (0, (2, 4), "rows [2, 3] of float32 are replaced by others"),
+        (0, (1, 3), "rows [2, 3] of float32 are replaced by others"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_and_nothing_is_changed(index: int, shape: Any, why: str) -> None:
+    value = (torch.zeros(4, 3), torch.ones(4, 2))
+    visit, host, memory = visit_of(value)
+    good, bad = shared(memory, torch.full((2, 2), 2.0)), shared(memory, torch.full(shape, 2.0))
+    failed: list[Exception] = []
+    visit.put({host: Reply(edited=[(1, good), (index, bad)])}, lambda _, error: failed.append(error))
+    assert why in str(failed[0])
+    assert torch.equal(visit.put_back(value)[1], torch.ones(4, 2))
+
+
+def test_rows_of_nowhere_and_rows_twice_are_refused() -> None:
+    value = (torch.zeros(4, 3),)
+    visit, host, memory = visit_of(value)
+    failed: list[str] = []
+    one = shared(memory, torch.full((2, 3), 2.0))
+    other = shared(memory, torch.full((2, 3), 3.0))
+    far = Shape("float32", (2, 3), 1 << 16)
+    skeleton = [0, 0]
+    for reply in (
+        Reply(edited=[(0, one), (0, other)]),
+        Reply(edited=[(0, far)]),
+        Reply(edited=[(0, one), (0, one)]),
+        Reply(replaced=Shared(skeleton, [one])),
+        Reply(replaced=Shared(visit._reading.skeleton, [])),
+    ):
+        visit.put({host: reply}, lambda _, error: failed.append(str(error)))
+    assert "twice" in failed[0]
+    assert "outside" in failed[1]
+    assert "share their memory" in failed[2]
+    assert "another form" in failed[3]
+    assert len(failed) == 5
+    assert visit.put_back(value)[0].tolist() == torch.zeros(4, 3).tolist()
