@@ -139,6 +139,7 @@ RUN_BY_NONE = {
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.volume $O": _GPU,
     "python -m tests.gpu_taps": _GPU,
+    "python -m tests.gpu_visits": _GPU,
     "python -m tests.gpu_drafts": _GPU,
     "python -m tests.gpu_later_kinds": _GPU,
     "python -m tests.gpu_second_runner": _GPU,
