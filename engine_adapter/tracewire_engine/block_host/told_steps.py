@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tracewire_engine.link.shared_rows import RowMemory, size_of, tensors_alone, unpack_value
+from tracewire_engine.link.shared_rows import OPAQUE, RowMemory, size_of, tensors_alone, unpack_value
 from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape
 
 __all__ = ["RepeatedStep", "ToldSteps", "ValueChanged"]
@@ -96,6 +96,9 @@ class RepeatedStep:
                 yield reached, own[0]
             elif kind == "tuple":
                 yield reached, tuple(own)
+            elif kind == "parts":
+                rest, items = iter(own), reached.value.skeleton[1:]
+                yield reached, tuple([other(item[1]) if item[0] == OPAQUE else next(rest) for item in items])
             else:
                 yield reached, unpack_value(reached.value, partial(_taken, own), other)
             if ends:

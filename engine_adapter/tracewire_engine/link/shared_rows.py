@@ -317,10 +317,21 @@ def pack_value(value: Any, write: Writer, other: Callable[[Any], Any]) -> Shared
 
 
 def tensors_alone(shared: Shared) -> str:
-    """`"tensor"` if a value is a tensor, `"tuple"` if it is a tuple of tensors in their order, and else `""`."""
-    if shared.skeleton == [_TENSOR, 0]:
+    """What a value has besides tensors.
+
+    Returns:
+        `"tensor"` if it is a tensor, `"tuple"` if it is a tuple of tensors in their order, `"parts"` if objects that
+        cannot be shared are among these, and else `""`.
+    """
+    skeleton = shared.skeleton
+    if skeleton == [_TENSOR, 0]:
         return "tensor"
-    return "tuple" if shared.skeleton == [_TUPLE, *[[_TENSOR, at] for at in range(len(shared.tensors))]] else ""
+    if not isinstance(skeleton, list) or skeleton[0] != _TUPLE:
+        return ""
+    items = [item for item in skeleton[1:] if not isinstance(item, list) or item[0] != _OTHER]
+    if items != [[_TENSOR, at] for at in range(len(shared.tensors))]:
+        return ""
+    return "tuple" if len(items) == len(skeleton) - 1 else "parts"
 
 
 def unpack_value(shared: Shared, read: Callable[[int, Shape], torch.Tensor], other: Callable[[Any], Any]) -> Any:

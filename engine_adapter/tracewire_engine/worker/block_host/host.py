@@ -27,7 +27,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG
 from .host_load import HostLoad
 from .passed_arrays import HostArrays
 from .pool import HostProcess
-from .reading import Account, joined
+from .reading import Account, union
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import GivenShare, HostRows, HostShare, Reading
 from .untrusted_reports import UntrustedReports
@@ -62,11 +62,8 @@ class HostedTrace:
 
     def __init__(self, name: str, host: BlockHost, choices: int) -> None:
         self.name, self.host, self.choices = name, host, choices
-        #: The locations that its blocks may ask for, if it is certain that they only read.
-        self.reads: frozenset[str] | None = frozenset()
-        #: The same if it is certain that they skip no module; and whether they may put values in the place of others.
-        self.edits: frozenset[str] | None = frozenset()
-        self.assigns = False
+        #: What is certain of its blocks.
+        self.account = union([])
         #: All requests that the host was told of, by the scheduler's id.
         self.requests: dict[str, HostedRequest] = {}
         self.shared_names: set[str] = set()
@@ -225,10 +222,10 @@ class BlockHost:
         #: The locations that its blocks may ask for, if all of them only read. Then the model never waits for it.
         #: `None`: the model waits wherever a block asks for something.
         self.reads: frozenset[str] | None = frozenset() if kind is None or kind[1] else None
-        #: The same if none of them skips a module; whether they may put values in the place of others; and whether a
-        #: stream waits for the host in the step, and not the model's thread (`stream_visits.py`).
-        self.edits: frozenset[str] | None = frozenset()
-        self.assigns = self.visited = False
+        #: What is certain of all of its blocks; and whether a stream waits for the host in the step, and not the
+        #: model's thread (`stream_visits.py`).
+        self.account = union([])
+        self.visited = False
         self.rows: StepRows | None = None
         #: Locations at which the model waits, and how often it passes each before; and those of which rows are sent.
         self.waits: dict[str, int] = {}
@@ -275,8 +272,7 @@ class BlockHost:
     def take_request(self, request: HostedRequest, arrived: Arrived, account: Account) -> None:
         """Take a new request of one of its traces. `account` is of the request's blocks."""
         trace = request.trace
-        trace.reads, trace.edits = joined([trace.reads, account.reads]), joined([trace.edits, account.edits])
-        trace.assigns |= account.assigns
+        trace.account = union([trace.account, account])
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
@@ -290,13 +286,12 @@ class BlockHost:
 
     def reads_of_traces(self) -> list[frozenset[str] | None]:
         """Of each of its traces, the locations that its blocks may ask for; `None` for one that may write."""
-        return [trace.reads for trace in list(self.traces.values())]
+        return [trace.account.reads for trace in list(self.traces.values())]
 
     def _join_reads(self) -> None:
-        traces = list(self.traces.values())
-        self.edits, self.assigns = joined([trace.edits for trace in traces]), any(trace.assigns for trace in traces)
+        self.account = union([trace.account for trace in self.traces.values()])
         # Once it is `None` it stays so, since a reply's account of what its blocks wait for is of all of its traces.
-        self.reads = None if self.reads is None else joined([trace.reads for trace in traces])
+        self.reads = None if self.reads is None else self.account.reads
         if self.reads is not None:
             self.observed = self.reads
 

@@ -26,7 +26,7 @@ from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep, StageLayout
 from .stream_visits import StreamVisits, Visit
 
-__all__ = ["HostTurns"]
+__all__ = ["HostTurns", "parts_of"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -132,7 +132,7 @@ class HostTurns:
 
     def is_visited(self, host: BlockHost) -> bool:
         """Whether the stream waits for a host in the step that begins, where the model's thread would."""
-        visits, edits = self._visits, host.edits
+        visits, edits = self._visits, host.account.edits
         if visits is not None and visits.usable and edits is not None and edits.isdisjoint(self._unfit):
             if not host.visited:
                 self._reports.send_now((host,))
@@ -174,7 +174,8 @@ class HostTurns:
                 for host in rows:
                     host.waits = {location: 0}
                 return value, hosts
-            step.reach(location, value, list(rows), len(self.passed), by_request=by_request, rows_only=False)
+            passed, parts = len(self.passed), parts_of(rows, location)
+            step.reach(location, value, list(rows), passed, by_request=by_request, parts=parts)
             for host in rows:
                 share = step.share_of(host)
                 for readings in share.parts():
@@ -317,3 +318,14 @@ class HostTurns:
     def misfit(self, host: BlockHost, error: Exception) -> None:
         """End a host that leaves what cannot be put into the model's value, such as rows that do not fit."""
         self.fail(host, lost(str(error), len(host.traces)))
+
+
+def parts_of(hosts: Iterable[BlockHost], location: str) -> frozenset[int] | None:
+    """The items that blocks of hosts use of a tuple at a location; `None` for all."""
+    found: frozenset[int] | None = None
+    for host in hosts:
+        parts = host.account.parts.get(location)
+        if parts is None:
+            return None
+        found = parts if found is None or found == parts else found | parts
+    return found

@@ -24,7 +24,7 @@ from tracewire_engine.worker.request_book import token_index
 from .accounts import Accounts, has_files
 from .earlier_stages import EarlierStages
 from .host import BlockHost, HostedRequest, HostedTrace
-from .host_turns import HostTurns
+from .host_turns import HostTurns, parts_of
 from .left_values import Left, merged
 from .pool import HostPool
 from .rank_link import RankLink, Served, StepBegan, StepWatch
@@ -374,7 +374,8 @@ class HostedBlocks:
             if self._staged is None:
                 rows = {host: host.rows for host in self._active if host.reads is not None and host.rows is not None}
                 self._staged = self._turns.stage(rows, pinned=self._on_gpu, expected=self._expected)
-            self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside)
+            parts = parts_of(readers, location)
+            self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside, parts=parts)
         except Exception as error:  # it costs the hosts, not the engine
             for host in readers:
                 self._turns.misshared(host, location, error)

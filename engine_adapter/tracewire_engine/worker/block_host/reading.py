@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -161,6 +161,7 @@ class Account:
         edits: the locations that they may ask for, if they skip no module; `None` if that is not certain, or if these
             are many.
         assigns: whether they may put another value in the place of one of the model.
+        parts: of locations whose values they use as `value[0]` and the like alone, the numbers in the brackets.
         computes: whether they do nothing but compute with values that they have read or made.
     """
 
@@ -168,6 +169,12 @@ class Account:
     computes: bool = False
     edits: frozenset[str] | None = None
     assigns: bool = False
+    parts: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def locations(self) -> frozenset[str] | None:
+        """The locations that they may ask for, if these are known."""
+        return self.edits if self.reads is None else self.reads
 
 
 def account_of(block: Block, paths: ModelPaths) -> Account:
@@ -182,10 +189,11 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
     except (_Unknown, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
         return Account()
     found = frozenset(reader.found)
+    parts = {where: frozenset(numbers) for where, numbers in reader.found.items() if numbers is not None}
     reads = found if not reader.writes and len(found) <= MOST else None
     edits = found if not reader.skips and len(found) <= MOST_EDITED else None
     # What blocks leave of samples is put in their place, as far as it is token ids.
-    return Account(reads, computes=True, edits=edits, assigns=reader.assigns or _SAMPLES in found)
+    return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts)
 
 
 def _parsed(source: str) -> ast.Module:
@@ -200,8 +208,8 @@ class _Reader:
 
     def __init__(self, block: Block, paths: ModelPaths, variables: Mapping[str, msgspec.Raw]) -> None:
         self._paths = paths
-        #: The locations that the block may ask for.
-        self.found: set[str] = set()
+        #: The locations that the block may ask for, with the items of a value that it uses; `None` for all.
+        self.found: dict[str, set[int] | None] = {}
         #: Whether it may change a value of the model, put another one in its place, or skip a module.
         self.writes = self.assigns = self.skips = False
         model, tracer, live = block.parameters
@@ -431,10 +439,10 @@ class _Reader:
         if kind.several:
             raise _Unknown
         if name in _SIDES:
-            self.found.update(f"{path}.{_SIDES[name]}" for path in kind.paths)
+            self._note(f"{path}.{_SIDES[name]}" for path in kind.paths)
             return _VALUE
         if kind.paths == ("model",) and name in _RUN:
-            self.found.add(f"model.{name}")
+            self._note([f"model.{name}"])
             return _VALUE
         children = [self._paths.child(path, name) for path in kind.paths]
         known = tuple(child for child in children if child is not None)
@@ -445,6 +453,8 @@ class _Reader:
     def _subscript(self, node: ast.Subscript) -> _Kind:
         if not isinstance(node.ctx, ast.Load):
             raise _Unknown
+        if self._is_item(node):
+            return _VALUE
         kind = self._expression(node.value)
         if isinstance(kind, _Modules):
             return self._item_of(kind, node.slice)
@@ -454,6 +464,19 @@ class _Reader:
         if kind is not _VALUE:
             raise _Unknown
         return _VALUE
+
+    def _is_item(self, node: ast.Subscript) -> bool:
+        """Whether an expression is an item of a module's output, such as `layer.output[0]`. If so, it is noted."""
+        value, item = node.value, node.slice
+        if not isinstance(value, ast.Attribute) or value.attr != "output" or not isinstance(item, ast.Constant):
+            return False
+        if type(item.value) is not int or item.value < 0:
+            return False
+        kind = self._expression(value.value)
+        if not isinstance(kind, _Modules) or kind.several:
+            return False
+        self._note([f"{path}.output" for path in kind.paths], item.value)
+        return True
 
     def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:
         items = self._items(kind)
@@ -516,8 +539,17 @@ class _Reader:
             raise _Unknown
         layers = self._item_of(_Modules((self._paths.layers,)), node.args[0])
         assert isinstance(layers, _Modules)
-        self.found.update(f"{path}.output" for path in layers.paths)
+        self._note(f"{path}.output" for path in layers.paths)
         return _Named("residual")
+
+    def _note(self, locations: Iterable[str], item: int | None = None) -> None:
+        """Note that the block may ask for values, of which it uses this item, or all."""
+        for location in locations:
+            known = self.found.setdefault(location, set())
+            if item is None or known is None:
+                self.found[location] = None
+            else:
+                known.add(item)
 
     def _arguments(self, node: ast.Call) -> None:
         for argument in node.args:
@@ -587,13 +619,25 @@ def _is_new(node: ast.expr) -> bool:
 def union(found: Iterable[Account]) -> Account:
     """What is certain of several blocks together."""
     accounts = list(found)
-    edits = joined([one.edits for one in accounts])
     return Account(
         joined([one.reads for one in accounts]),
         all(one.computes for one in accounts),
-        edits if edits is not None and len(edits) <= MOST_EDITED else None,
+        joined([one.edits for one in accounts]),
         any(one.assigns for one in accounts),
+        _joined_parts(accounts),
     )
+
+
+def _joined_parts(accounts: Sequence[Account]) -> dict[str, frozenset[int]]:
+    parts: dict[str, frozenset[int]] = {}
+    whole: set[str] = set()
+    for one in accounts:
+        if one.locations is None:
+            return {}
+        whole |= one.locations - one.parts.keys()
+        for location, numbers in one.parts.items():
+            parts[location] = parts.get(location, frozenset()) | numbers
+    return {location: numbers for location, numbers in parts.items() if location not in whole}
 
 
 def joined(locations: Sequence[frozenset[str] | None]) -> frozenset[str] | None:

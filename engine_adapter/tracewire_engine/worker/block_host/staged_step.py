@@ -73,10 +73,11 @@ class Staged(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A value that is a tensor, or a tuple of tensors: its skeleton, and the forms of the tensors."""
+    """A value that is a tensor, or a tuple of tensors: its skeleton, the forms of tensors in it, and their places."""
 
     skeleton: Any
     forms: tuple[_Form, ...]
+    places: tuple[int, ...]
 
 
 class Reading(NamedTuple):
@@ -86,6 +87,7 @@ class Reading(NamedTuple):
         forms: of the tensors.
         passed: how many locations the model had passed before.
         by_request: as in `Reached`.
+        places: of the tensors, in a value that is a tuple of tensors; 0 for one that is a tensor.
     """
 
     location: str
@@ -95,6 +97,7 @@ class Reading(NamedTuple):
     passed: int
     by_request: bool
     hosts: Sequence[Any]
+    places: tuple[int, ...] = ()
 
 
 class _Reachings:
@@ -159,17 +162,25 @@ class StageLayout:
             form = self._forms[key] = _Form(tensor, place, rows)
         return form
 
-    def pattern(self, value: Any, *, by_request: bool) -> _Pattern | None:
-        """The pattern of a value; `None` if it is neither a tensor nor a tuple of tensors."""
+    def pattern(self, value: Any, *, by_request: bool, parts: frozenset[int] | None = None) -> _Pattern | None:
+        """The pattern of a value; `None` if it is neither a tensor nor a tuple of tensors. `parts`: as for `reach`."""
         tensors = value if type(value) is tuple else (value,)
         if any(type(one) is not torch.Tensor for one in tensors):
             return None
-        key = (by_request, type(value), *[(one.shape, one.dtype) for one in tensors])
+        key = (by_request, type(value), parts, *[(one.shape, one.dtype) for one in tensors])
         found = self._patterns.get(key)
         if found is None:
-            skeleton = pack_value(value, lambda _: Shape("", (), 0), lambda _: None).skeleton
-            forms = tuple([self.form(one, by_request=by_request) for one in tensors])
-            found = self._patterns[key] = _Pattern(skeleton, forms)
+            every = parts is None or type(value) is not tuple
+            places = tuple([at for at in range(len(tensors)) if every or at in (parts or ())])
+            forms = tuple([self.form(tensors[at], by_request=by_request) for at in places])
+            withheld = iter(range(len(tensors)))
+            given = [one if at in places else Withheld() for at, one in enumerate(tensors)]
+            skeleton = pack_value(
+                tuple(given) if type(value) is tuple else value,
+                lambda _: Shape("", (), 0),
+                lambda one: [next(withheld), type(one).__name__],
+            ).skeleton
+            found = self._patterns[key] = _Pattern(skeleton, forms, places)
         return found
 
     def fits(self, host: Any, forms: tuple[_Form, ...]) -> tuple[int, list[Fit]]:
@@ -216,7 +227,15 @@ class StagedStep:
     # --- what the step reaches ----------------------------------------------------------------------------------------
 
     def reach(
-        self, location: str, value: Any, hosts: Sequence[Any], passed: int, *, by_request: bool, rows_only: bool
+        self,
+        location: str,
+        value: Any,
+        hosts: Sequence[Any],
+        passed: int,
+        *,
+        by_request: bool,
+        rows_only: bool = False,
+        parts: frozenset[int] | None = None,
     ) -> None:
         """Take a value.
 
@@ -227,15 +246,17 @@ class StagedStep:
             passed: how many locations the model has passed in the step.
             by_request: as in `Reached`.
             rows_only: whether tensors without rows are withheld: nobody knows what is in them.
+            parts: the items of a tuple of tensors that hosts use. The others are withheld. `None`: they may use all.
 
         Raises:
             SharedValueError: the value cannot be shared.
         """
-        pattern = None if rows_only else self._layout.pattern(value, by_request=by_request)
+        pattern = None if rows_only else self._layout.pattern(value, by_request=by_request, parts=parts)
         if pattern is not None:
+            skeleton, forms, places = pattern
             values = value if type(value) is tuple else (value,)
-            tensors = [self._stage(one, form) for one, form in zip(values, pattern.forms, strict=True)]
-            self.readings.append(Reading(location, pattern.skeleton, tensors, pattern.forms, passed, by_request, hosts))
+            tensors = [self._stage(values[at], form) for at, form in zip(places, forms, strict=True)]
+            self.readings.append(Reading(location, skeleton, tensors, forms, passed, by_request, hosts, places))
         else:
             self.readings.append(self._read(location, value, hosts, passed, by_request=by_request, rows_only=rows_only))
 

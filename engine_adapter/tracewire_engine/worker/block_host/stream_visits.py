@@ -77,17 +77,19 @@ class Visit:
         self.number = 0
         self.since = 0.0
         #: Where blocks of each host may ask for something.
-        self.edits = {turn.host: turn.host.edits or frozenset() for turn in turns}
+        self.edits = {turn.host: turn.host.account.edits or frozenset() for turn in turns}
         #: What blocks assign, by the memory of what they change in place.
         self._assigned: dict[RowBuffer, RowBuffer] = {}
-        if any(turn.host.assigns for turn in turns):
+        if any(turn.host.account.assigns for turn in turns):
             buffers = {one.buffer for one in self._reading.tensors}
             self._assigned = {one: RowBuffer.take(one.size, pinned=one.pinned) for one in buffers}
 
     def put_back(self, value: Any) -> Any:
         """Have the stream put what blocks leave into the model's value. Returns what the model goes on with."""
         values = value if type(value) is tuple else (value,)
-        left = [self._put_back(*one) for one in zip(values, self._reading.tensors, strict=True)]
+        left = list(values)
+        for place, one in zip(self._reading.places, self._reading.tensors, strict=True):
+            left[place] = self._put_back(left[place], one)
         return tuple(left) if type(value) is tuple else left[0]
 
     def _put_back(self, tensor: torch.Tensor, one: Staged) -> torch.Tensor:
@@ -147,7 +149,7 @@ class Visit:
         """The tensors of a value that blocks have assigned, each with its place in the model's value."""
         if reply.replaced is None:
             return []
-        if not host.assigns:
+        if not host.account.assigns:
             raise SharedValueError("a value is replaced, of which the block's source says nothing")
         form, tensors = reply.replaced.skeleton, reply.replaced.tensors
         if form != self._reading.skeleton or len(tensors) != len(self._reading.tensors):

@@ -98,6 +98,15 @@ def test_a_repeated_step_has_the_next_tokens_and_its_own_rows(name: str) -> None
         assert [event for event, _ in found] == first[1:-1]
 
 
+def test_items_that_are_no_tensors_keep_their_places() -> None:
+    steps = Steps()
+    steps.begin([(tensor(2, 16), object(), tensor(3), object()) for _ in range(5)])
+    values = [(tensor(2, 16), object(), tensor(3), object()) for _ in range(5)]
+    found = steps.read(steps.repeat(values, 1))
+    assert [(one[1], one[3]) for one in found] == [(None, None)] * 5
+    assert all(alike((one[0], one[2]), (value[0], value[2])) for one, value in zip(found, values, strict=True))
+
+
 def test_values_of_one_form_are_copied_together() -> None:
     steps = Steps()
     steps.begin([tensor(2, 16) for _ in range(20)])

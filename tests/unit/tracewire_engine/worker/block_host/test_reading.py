@@ -236,5 +236,46 @@ def test_blocks_that_write_at_many_locations_together() -> None:
     first, second = (Account(None, computes=True, edits=frozenset(names)) for names in ("ab", "bc"))
     assert union([first, second]).edits == frozenset("abc")
     assert union([first, Account(frozenset("z"), computes=True)]).edits is None
-    assert union([first, Account(None, computes=True, edits=frozenset("cdefg"))]).edits is None
+    assert union([first, Account()]).edits is None
     assert union([first, Account(None, computes=True, edits=frozenset("a"), assigns=True)]).assigns
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("x = model.model.layers[0].output[0]", {0: {0}}),
+        ("x = [layer.output[1] for layer in model.model.layers]", None),
+        ("for layer in model.model.layers[:]:\n    x = layer.output[1]", {0: {1}, 1: {1}, 2: {1}, 3: {1}}),
+        ("l = model.model.layers[2]\nx = l.output[0] + l.output[1]\nl.output[0][:] = 0", {2: {0, 1}}),
+        ("x = model.model.layers[0].output[0]\ny = model.model.layers[0].output", {}),
+        ("y = model.model.layers[0].output\nx = model.model.layers[0].output[0]", {}),
+        ("x = model.model.layers[0].output[0]\nmodel.model.layers[0].output = (x, x)", {}),
+        ("x = model.model.layers[0].output[0]\ny = model.residual(0).output", {}),
+        ("h, r = model.model.layers[0].output", {}),
+        (
+            "a = model.model.layers[0].output[-1] + model.model.layers[1].output[:1]\nb = model.model.layers[2].output[True]",
+            {},
+        ),
+        ("x = model.model.layers[0].output[0]\nmodel.model.layers[0].output[0] += 1", {}),
+        ("x = model.model.layers[0].input[0] + model.logits[0]", {}),
+        ("i = int(live.layer)\nx = model.model.layers[i].output[0]", {0: {0}, 1: {0}, 2: {0}, 3: {0}}),
+    ],
+)
+def test_which_items_of_values_blocks_use(source: str, parts: dict[int, set[int]] | None) -> None:
+    found = account(source, modules={"torch": "torch"})
+    if parts is None:
+        # A list comprehension has modules as values.
+        assert not found.parts
+    else:
+        assert found.computes
+        assert found.parts == {f"model.model.layers.{layer}.output": items for layer, items in parts.items()}
+
+
+def test_items_that_several_blocks_use() -> None:
+    both = frozenset("ab")
+    first = Account(both, computes=True, parts={"a": frozenset({0}), "b": frozenset({1})})
+    second = Account(None, computes=True, edits=both, parts={"a": frozenset({2})})
+    assert union([first, second]).parts == {"a": frozenset({0, 2})}
+    assert union([first, Account(frozenset("c"), computes=True)]).parts == first.parts
+    assert union([first, Account(computes=True)]).parts == {}
+    assert union([first, union([])]).parts == first.parts

@@ -122,6 +122,22 @@ def test_values_of_one_form_are_copied_together() -> None:
         assert more.tolist() == [[layer + 0.5] * 8] * 3
 
 
+def test_items_that_no_host_uses_are_not_copied() -> None:
+    memory = RowMemory.create(1 << 16)
+    value = (torch.ones(6, 3), torch.arange(12.0).view(6, 2), torch.zeros(6, 500))
+    step = StagedStep(StageLayout({"one": ONE, "other": OTHER}), pinned=False)
+    for at in range(2):
+        step.reach(f"at.{at}", value, ["one", "other"], at, by_request=False, parts=frozenset({1, 7}))
+    step.reach("at.2", value[1], ["one"], 2, by_request=False, parts=frozenset({0}))
+    assert step.size == 3 * 64
+    told = given(step, "one", ONE, memory)
+    first, second, rows = numbered(told[0].value, memory)
+    assert (first, rows) == ([0, "Withheld"], [1, "Withheld"])
+    assert second.tolist() == value[1][[0, 3, 4]].tolist()
+    # A value that is a tensor has rows, and no items.
+    assert numbered(told[2].value, memory).tolist() == value[1][[0, 3, 4]].tolist()
+
+
 def test_what_is_too_much_for_one_message_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_step, "_TOLD", 128)
     step = StagedStep(StageLayout({"one": ONE}), pinned=False)

@@ -13,6 +13,7 @@ import torch
 from tests.support.hosted_model import HostedModel
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
 from tracewire_engine.worker.block_host.host_replies import Patience
+from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.rows import StepRows
 from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
 from tracewire_engine.worker.block_host.stream_visits import Visit
@@ -203,8 +204,7 @@ class Process:
 
 class Host:
     failure = None
-    assigns = True
-    edits = frozenset({"a"})
+    account = Account(edits=frozenset({"a"}), assigns=True)
 
     def __init__(self, returned: Any) -> None:
         self.process = Process(returned)
@@ -215,14 +215,14 @@ class Turn:
         self.host = host
 
 
-def visit_of(value: Any) -> tuple[Visit, Any, Any]:
+def visit_of(value: Any, parts: frozenset[int] | None = None) -> tuple[Visit, Any, Any]:
     """A visit of the second and third row of four, its host, and the host's memory."""
     from tracewire_engine.link.shared_rows import RowMemory
 
     memory = RowMemory.create(1 << 16)
     host: Any = Host(memory)
     step = StagedStep(StageLayout({host: StepRows([(1, 2)], [1], 4, 4)}), pinned=False)
-    step.reach("a", value, [host], 0, by_request=False, rows_only=False)
+    step.reach("a", value, [host], 0, by_request=False, parts=parts)
     turn: Any = Turn(host)
     return Visit(step, [turn], Patience(1.0)), host, memory
 
@@ -248,6 +248,18 @@ def test_rows_go_where_they_belong() -> None:
     # It is no request's.
     assert left[2] is value[2]
     assert left[2].tolist() == [5.0] * 7
+
+
+def test_items_that_no_block_uses_stay_as_they_are() -> None:
+    value = (torch.zeros(4, 3), torch.ones(4, 2), torch.zeros(4, 1))
+    visit, host, memory = visit_of(value, frozenset({1}))
+    failed: list[Any] = []
+    edited = [(0, shared(memory, torch.full((2, 2), 7.0)))]
+    visit.put({host: Reply(edited=edited)}, lambda *found: failed.append(found))
+    left = visit.put_back(value)
+    assert not failed
+    assert [one[:, 0].tolist() for one in left] == [[0] * 4, [1, 7, 7, 1], [0] * 4]
+    assert left[0] is value[0]
 
 
 @pytest.mark.parametrize(
