@@ -51,7 +51,7 @@ logger = logging.getLogger("vllm.tracewire")
 #: than the last times it begins to look.
 _LOOK_S, _EARLY_S = 0.00005, 0.0002
 
-#: After how long the model's thread hands over the interpreter, in seconds.
+#: After how long the model's thread hands over the interpreter while a stream waits, in seconds.
 _SWITCH_S = 0.00005
 
 #: How much of the last stream's time counts when the next one's is estimated.
@@ -185,8 +185,7 @@ class StreamVisits:
         self._usual_s = 0.0
         #: For how many microseconds each host has worked for its replies in one step.
         self._worked: WeakKeyDictionary[BlockHost, tuple[Patience, int]] = WeakKeyDictionary()
-        # While the GPU waits, the thread gets the interpreter soon. The model's thread is ahead.
-        sys.setswitchinterval(_SWITCH_S)
+        self._usual_switch_s = sys.getswitchinterval()
         threading.Thread(target=self._run, name="tracewire visits", daemon=True).start()
 
     # --- on the model's thread ----------------------------------------------------------------------------------------
@@ -202,6 +201,9 @@ class StreamVisits:
             visit: to which the value's rows are on their way.
             value: the model's.
         """
+        if not self._held:
+            # While the GPU waits, the thread gets the interpreter soon. The model's thread is ahead.
+            sys.setswitchinterval(_SWITCH_S)
         self._number += 1
         visit.number, visit.since = self._number, time.monotonic()
         self._held.append(visit)
@@ -218,6 +220,8 @@ class StreamVisits:
             visit = self._held.popleft()
             self._check(visit)
             visit.leave()
+            if not self._held:
+                sys.setswitchinterval(self._usual_switch_s)
 
     def settle(self) -> None:
         """Wait until the hosts are told all, and no stream waits for them."""

@@ -252,10 +252,8 @@ def test_blocks_that_write_at_many_locations_together() -> None:
         ("x = model.model.layers[0].output[0]\nmodel.model.layers[0].output = (x, x)", {}),
         ("x = model.model.layers[0].output[0]\ny = model.residual(0).output", {}),
         ("h, r = model.model.layers[0].output", {}),
-        (
-            "a = model.model.layers[0].output[-1]\nb = model.model.layers[1].output[:1], model.model.layers[2].output[True]",
-            {},
-        ),
+        ("x = model.model.layers[0].output[-1] + model.model.layers[1].output[:1]", {}),
+        ("x = model.model.layers[0].output[True]", {}),
         ("x = model.model.layers[0].output[0]\nmodel.model.layers[0].output[0] += 1", {}),
         ("x = model.model.layers[0].input[0] + model.logits[0]", {}),
         ("i = int(live.layer)\nx = model.model.layers[i].output[0]", {0: {0}, 1: {0}, 2: {0}, 3: {0}}),
