@@ -4,10 +4,11 @@
 
 Starts an engine whose blocks run in hosts, with CUDA graphs and taps at all layers, and then the same with blocks in
 the worker, with dummy weights. Prints one JSON object: by block, `apart`, the greatest relative difference of what both
-saved, and `tokens`, whether both generated the same; `visits_ms`, the processor time of the thread that asks hosts
-while the stream waits; and `errors`, what became of blocks that fail, and that never end, among others.
+saved, and `tokens`, whether both generated the same; `visits_ms`, the processor time that the thread which asks hosts
+while the stream waits took for the blocks, before and after some failed; and `errors`, what became of blocks that fail,
+and that never end, among others.
 
-Exits with 1 if values are apart, tokens or errors differ from what they should be, or no stream has waited.
+Exits with 1 if values are apart, tokens or errors differ from what they should be, or a stream did not wait.
 """
 
 # mypy: ignore-errors
@@ -129,11 +130,19 @@ async def on(options: Any, blocks: str) -> dict[str, Any]:
                     for place in range(4):
                         group.start_soon(one, f"{name}-{place}", block, place)
 
-        await all_of(BLOCKS)
-        spent = visits_ms()
+        async def time_of(named: dict[str, Any]) -> float:
+            # A thread that waits for nothing takes no time.
+            before = visits_ms()
+            await all_of(named)
+            return visits_ms() - before
+
+        await time_of({"only_reads": only_reads})
+        spent = [await time_of(BLOCKS)]
         calm = dict(results)
         await all_of({**BLOCKS, **BROKEN})
-    return {"results": calm, "errors": errors, "visits_ms": spent, "beside": {key: results[key] for key in calm}}
+        beside = {key: results[key] for key in calm}
+        spent.append(await time_of(BLOCKS))
+    return {"results": calm, "errors": errors, "visits_ms": spent, "beside": beside}
 
 
 def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +164,7 @@ async def run(options: Any) -> dict[str, Any]:
     return {
         "blocks": apart(hosts["results"], inline["results"]),
         "beside": apart(hosts["beside"], inline["results"]),
-        "visits_ms": [hosts["visits_ms"], inline["visits_ms"]],
+        "visits_ms": hosts["visits_ms"],
         "errors": hosts["errors"],
     }
 
@@ -170,7 +179,7 @@ def main() -> int:
     print(json.dumps(figures))
     good = all(one["tokens"] and one["apart"] < 0.02 for one in figures["blocks"].values())
     broken = sorted(figures["errors"]) == [f"{name}-{place}" for name in sorted(BROKEN) for place in range(4)]
-    return 0 if good and broken and figures["visits_ms"][0] > 0 == figures["visits_ms"][1] else 1
+    return 0 if good and broken and min(figures["visits_ms"]) > 0 else 1
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ class Driver:
             except ChannelClosed:
                 return
             began, ended, worked = time.monotonic(), 0, time.thread_time_ns()
-            wanted = _limit(settings, waits=turn.waits)
+            wanted = _limit(settings, waits=turn.waits or turn.limited)
             if wanted != limit:
                 limit = wanted
                 time_limit.limit_turns(limit, alone=True)

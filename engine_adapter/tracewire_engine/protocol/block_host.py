@@ -162,7 +162,7 @@ class Turn(msgspec.Struct, array_like=True):
     `names` are names of locations that the host has not been told before. `mark` counts the bytes that the worker has
     shared so far. A step whose rows take more memory than the worker and the host share has several turns. `turns` is
     how many turns were joined in this one. `large_allowed` is how many bytes of large arrays the host may have sent, in
-    all, when the next turn comes.
+    all, when the next turn comes. If `limited`, the blocks have no more time than if the worker waited.
     """
 
     events: list[Event]
@@ -171,6 +171,7 @@ class Turn(msgspec.Struct, array_like=True):
     mark: int = 0
     turns: int = 1
     large_allowed: int = LARGE_OF_HOST
+    limited: bool = False
 
 
 #: A host's account of the time that it took, in microseconds.

@@ -107,6 +107,7 @@ class LateTurn:
         self._turn.mark = later._turn.mark
         self._turn.turns += later.turns
         self._turn.large_allowed = later._turn.large_allowed
+        self._turn.limited |= later._turn.limited
         self._late += later._late
 
     def send(self) -> None:
@@ -233,8 +234,14 @@ class BlockHost:
         self.begins = False
         #: The requests of the last step that it took part in.
         self.present: frozenset[str] = frozenset()
-        #: For how many microseconds it says that it has worked for its replies in the step.
-        self.replied_us = 0
+        #: For how many microseconds it says that it has worked for its replies in the step; and the same of the step of
+        #: which a stream has waited for it last, with the number of that step.
+        self.replied_us = self.visited_us = 0
+        self.visited_step = -1
+        #: How many requests it was told of; and of the reply whose blocks ask for nothing any more, as many and the
+        #: requests that were in its step.
+        self.arrivals = 0
+        self.calm: tuple[int, frozenset[str]] | None = None
         #: The location that was reached last, until the host has answered.
         self.shared: SharedRows | None = None
         #: How many turns the host was sent, how many of them it has taken, and since when it owes the others.
@@ -273,6 +280,7 @@ class BlockHost:
         """Take a new request of one of its traces. `account` is of the request's blocks."""
         trace = request.trace
         trace.account = union([trace.account, account])
+        self.arrivals += 1
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
@@ -351,6 +359,12 @@ class BlockHost:
             # What they wait for behind this step, its next reply says.
             self.waits, self.observed, self.begins = {}, reads, True
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether none of the requests of the step has a block that asks for something, as a reply has said."""
+        calm = self.calm
+        return calm is not None and calm[0] == self.arrivals and self.present <= calm[1]
+
     def passes(self, location: str) -> bool:
         """Count a location that the model has reached. Returns whether the model must wait for the host there."""
         after = self.waits.get(location)
@@ -426,7 +440,8 @@ class BlockHost:
     def turn(self, names: list[str], *, waits: bool = False) -> LateTurn:
         """Take what it was not told into a turn. `names` and `waits` are as for `send`."""
         self._tell_again()
-        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken, large_allowed=self.allowed())
+        turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
+        turn.large_allowed, turn.limited = self.allowed(), self.visited
         self._events, self._names = [], len(names)
         made = LateTurn(self, turn, self._late)
         self._late = []
@@ -454,10 +469,11 @@ class BlockHost:
 
     def took(self, turns: int, mark: int) -> None:
         """Note how many turns the host has taken, and how many shared bytes it has read."""
-        if self.taken < turns <= self.turns:
-            self.taken, self.owes_since = turns, time.monotonic()
-        given = self.process.given
-        given.returned = max(given.returned, min(mark, given.taken))
+        with self._lock:
+            if self.taken < turns <= self.turns:
+                self.taken, self.owes_since = turns, time.monotonic()
+            given = self.process.given
+            given.returned = max(given.returned, min(mark, given.taken))
 
     def worked(self, used_us: int) -> None:
         """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing."""

@@ -25,10 +25,12 @@ class Patience:
 
     Args:
         step_s: the time that they have together, in seconds.
+        step: the number of the step.
     """
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, step: int = 0) -> None:
         self.step_s = self._left_s = step_s
+        self.step = step
         self._used: dict[BlockHost, float] = {}
 
     def left_s(self, host: BlockHost) -> float:

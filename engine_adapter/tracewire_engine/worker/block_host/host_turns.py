@@ -30,6 +30,9 @@ __all__ = ["HostTurns", "parts_of"]
 
 logger = logging.getLogger("vllm.tracewire")
 
+#: How many locations a host may have at most at which the stream waits in each step.
+_MOST_VISITED = 16
+
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
 
@@ -74,7 +77,7 @@ class HostTurns:
 
     def begin_step(self) -> None:
         """Begin a step: the model has passed nothing, and waited for nothing."""
-        self._patience = Patience(self._step_s)
+        self._patience = Patience(self._step_s, self._patience.step + 1)
         self.passed = array("H")
         if self._visits is not None:
             self._visits.give_back()
@@ -133,11 +136,12 @@ class HostTurns:
     def is_visited(self, host: BlockHost) -> bool:
         """Whether the stream waits for a host in the step that begins, where the model's thread would."""
         visits, edits = self._visits, host.account.edits
-        if visits is not None and visits.usable and edits is not None and edits.isdisjoint(self._unfit):
+        fit = edits is not None and len(edits) <= _MOST_VISITED and edits.isdisjoint(self._unfit)
+        if visits is not None and visits.usable and edits is not None and fit:
             if not host.visited:
                 self._reports.send_now((host,))
             host.visited = True
-            host.only_read(edits)
+            host.only_read(frozenset() if host.asks_nothing else edits)
             # So that it begins the step while the model does.
             self.send(host)
         else:
@@ -167,9 +171,12 @@ class HostTurns:
         if not rows or self._visits is None:
             return value, hosts
         step, visits = self.stage(rows, pinned=pinned), False
+        # What a host changes in place, for which the thread waits, belongs into the model's own tensors, too.
+        beside = any(not host.visited and host.reads is None for host in hosts)
         try:
-            if not step.is_apart(value, by_request=by_request):
-                self._unfit.add(location)
+            fits = step.is_apart(value, by_request=by_request)
+            if not fits or (beside and any(host.account.assigns for host in rows)):
+                self._unfit |= set() if fits else {location}
                 self._wait_for(rows)
                 for host in rows:
                     host.waits = {location: 0}
@@ -179,7 +186,13 @@ class HostTurns:
             for host in rows:
                 share = step.share_of(host)
                 for readings in share.parts():
-                    self._with_room(host, location, partial(host.read, share, readings, self.passed))
+                    read = partial(host.read, share, readings, self.passed)
+                    try:
+                        read()
+                    except NoRoom:
+                        # The stream may not have come to what the host was to read before.
+                        self._visits.settle()
+                        self._with_room(host, location, read)
             turns = [host.turn(self._names, waits=True) for host in rows if host.failure is None]
             visits = bool(turns)
             if visits:

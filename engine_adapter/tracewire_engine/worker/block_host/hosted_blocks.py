@@ -369,12 +369,11 @@ class HostedBlocks:
 
     def _stage(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
         """Stage a value for hosts for which the model does not wait."""
-        passed, inside = len(self._turns.passed), f".{SOURCE}." in location
+        passed, inside, parts = len(self._turns.passed), f".{SOURCE}." in location, parts_of(readers, location)
         try:
             if self._staged is None:
                 rows = {host: host.rows for host in self._active if host.reads is not None and host.rows is not None}
                 self._staged = self._turns.stage(rows, pinned=self._on_gpu, expected=self._expected)
-            parts = parts_of(readers, location)
             self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside, parts=parts)
         except Exception as error:  # it costs the hosts, not the engine
             for host in readers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 import sysconfig
 from typing import Any, TypeAlias
@@ -47,8 +48,8 @@ BlocksElsewhere: TypeAlias = HostedBlocks | FollowedBlocks | ForwardedBlocks
 #: The share of a step's time after which a block is interrupted, before its host is.
 _SHARE = 0.8
 
-#: How many times a step's time the GPU waits at most for hosts, if nothing releases it.
-_HELD = 3.0
+#: How many times a step's time the GPU waits at most for hosts, if nothing releases it, and how long beyond that.
+_HELD, _HELD_S = 3.0, 5.0
 
 #: How much longer than a block a host may take, in seconds: it also reads and encodes what the block has saved.
 _GRACE_S = 5.0
@@ -152,10 +153,11 @@ def _hosts_of(
 
 
 def _visits(model: Any, reports: ReportThread, step_s: float) -> StreamVisits | None:
-    if model.device.type != "cuda" or torch.version.cuda is None:
+    # Other processors may show the GPU that the rows are there before they are.
+    if model.device.type != "cuda" or torch.version.cuda is None or platform.machine() != "x86_64":
         return None
     try:
-        return StreamVisits(CudaFlags(_HELD * step_s), reports)
+        return StreamVisits(CudaFlags(_HELD * step_s + _HELD_S), reports)
     except Exception:  # of a driver or a device that cannot do it
         logger.warning("the GPU cannot wait for the hosts of blocks, so the model's thread waits", exc_info=True)
         return None

@@ -39,7 +39,10 @@ class StreamFlags(Protocol):
         """Whether the stream has come to `go_on`."""
 
     def expired(self, number: int) -> bool:
-        """Whether the stream has passed a `hold` up to this number without its release."""
+        """Whether the stream has passed a `hold` without its release: this one, if it has passed none behind it."""
+
+    def expired_last(self, number: int) -> bool:
+        """Whether this `hold` is the last one that the stream has passed without its release."""
 
 
 class CudaFlags:
@@ -91,6 +94,9 @@ class CudaFlags:
     def expired(self, number: int) -> bool:
         return bool(self._array[_EXPIRED] >= number > 0)
 
+    def expired_last(self, number: int) -> bool:
+        return bool(self._array[_EXPIRED] == number > 0)
+
 
 class ThreadFlags:
     """Flags of the thread that runs a model on the CPU: the thread itself waits."""
@@ -124,3 +130,6 @@ class ThreadFlags:
 
     def expired(self, number: int) -> bool:
         return self._numbers[_EXPIRED] >= number > 0
+
+    def expired_last(self, number: int) -> bool:
+        return self._numbers[_EXPIRED] == number > 0

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -47,9 +46,12 @@ __all__ = ["StreamVisits", "Visit"]
 
 logger = logging.getLogger("vllm.tracewire")
 
-#: How long the thread sleeps before it looks again whether the stream has arrived, in seconds; and how much earlier
-#: than the last times it begins to look.
-_LOOK_S, _EARLY_S = 0.00005, 0.0002
+#: How long the thread sleeps before it looks again whether the stream has arrived, in seconds; how much earlier than
+#: the last times it begins to look; and how long it sleeps at most before that.
+_LOOK_S, _EARLY_S, _LONGEST_S = 0.00005, 0.0002, 0.005
+
+#: After how many looks it looks less often, and how long it sleeps then, in seconds.
+_LOOKS, _SELDOM_S = 100, 0.0003
 
 #: After how long the model's thread hands over the interpreter while a stream waits, in seconds.
 _SWITCH_S = 0.00005
@@ -78,43 +80,53 @@ class Visit:
         self.since = 0.0
         #: Where blocks of each host may ask for something.
         self.edits = {turn.host: turn.host.account.edits or frozenset() for turn in turns}
-        #: What blocks assign, by the memory of what they change in place.
+        #: For each host, how many requests it was told of, and those of its requests that are in the step.
+        self.requests = {turn.host: (turn.host.arrivals, turn.host.present) for turn in turns}
+        #: What the model goes on with, by the memory of what blocks change in place: that, and what they assign.
         self._assigned: dict[RowBuffer, RowBuffer] = {}
         if any(turn.host.account.assigns for turn in turns):
             buffers = {one.buffer for one in self._reading.tensors}
             self._assigned = {one: RowBuffer.take(one.size, pinned=one.pinned) for one in buffers}
+        #: Tensors that take the place of the model's.
+        self._fresh: list[torch.Tensor] = []
+
+    def begin(self, value: Any) -> None:
+        """Have the stream copy what `put_back` needs, so that memory runs out before the stream waits, if at all."""
+        if self._assigned:
+            values = value if type(value) is tuple else (value,)
+            for place, one in zip(self._reading.places, self._reading.tensors, strict=True):
+                self._fresh.append(torch.empty_like(values[place]))
+                if one.form.size:
+                    self._assigned[one.buffer].copy(one.form.kept(values[place]), one.start)
 
     def put_back(self, value: Any) -> Any:
         """Have the stream put what blocks leave into the model's value. Returns what the model goes on with."""
         values = value if type(value) is tuple else (value,)
         left = list(values)
-        for place, one in zip(self._reading.places, self._reading.tensors, strict=True):
-            left[place] = self._put_back(left[place], one)
+        for number, (place, one) in enumerate(zip(self._reading.places, self._reading.tensors, strict=True)):
+            tensor = left[place]
+            if one.form.axis >= 0 and one.form.size:
+                self._copy_back(one, one.buffer, tensor)
+                if self._assigned:
+                    left[place] = self._fresh[number]
+                    left[place].copy_(tensor)
+                    self._copy_back(one, self._assigned[one.buffer], left[place])
         return tuple(left) if type(value) is tuple else left[0]
 
-    def _put_back(self, tensor: torch.Tensor, one: Staged) -> torch.Tensor:
-        form = one.form
-        if form.axis < 0 or not form.size:
-            return tensor
-        kept = form.kept(tensor)
-        kept.copy_(one.buffer.tensor(kept.dtype, kept.shape, one.start), non_blocking=True)
-        if self._assigned:
-            tensor = tensor.clone()
-            held = self._assigned[one.buffer].tensor(kept.dtype, kept.shape, one.start)
-            form.kept(tensor).copy_(held, non_blocking=True)
-        return tensor
+    @staticmethod
+    def _copy_back(one: Staged, buffer: RowBuffer, tensor: torch.Tensor) -> None:
+        kept = one.form.kept(tensor)
+        kept.copy_(buffer.tensor(kept.dtype, kept.shape, one.start), non_blocking=True)
 
     def put(self, replies: Mapping[BlockHost, Reply], fail: Callable[[BlockHost, Exception], None]) -> None:
-        """Put the rows that blocks leave among the others.
+        """Put the rows that blocks leave among the others: first what they have changed in place, and then the rest.
 
         Args:
             replies: of the hosts.
-            fail: takes an error of a host's rows, such as rows that do not fit. None of its rows are put in then.
+            fail: takes an error of a host's rows, such as rows that do not fit. None of these are put in then, and none
+                of those behind them.
         """
         for assigned in (False, True):
-            if assigned:
-                for buffer, other in self._assigned.items():
-                    other.array[:] = buffer.array
             for host, reply in replies.items():
                 if host.failure is None:
                     try:
@@ -129,11 +141,18 @@ class Visit:
         if len({index for index, _ in given}) < len(given):
             raise SharedValueError("a tensor was changed twice")
         for one, fit, shape in parts:
-            form, buffer = one.form, self._assigned[one.buffer] if assigned else one.buffer
+            form = one.form
             # What belongs to no request, no request's block may change.
             if form.axis >= 0 and form.row:
-                held = buffer.array[one.start : one.start + form.size].reshape(form.count, form.row)
-                held[fit.index] = memory.rows(shape.start, fit.shape[form.axis], form.row)
+                buffers = [self._assigned[one.buffer]] if self._assigned else []
+                rows = memory.rows(shape.start, fit.shape[form.axis], form.row)
+                if not assigned:
+                    # The only copy of what the host has written: what it writes there later changes nothing.
+                    rows = rows.copy()
+                    buffers.append(one.buffer)
+                for buffer in buffers:
+                    held = buffer.array[one.start : one.start + form.size].reshape(form.count, form.row)
+                    held[fit.index] = rows
 
     def _part(self, host: BlockHost, index: int, shape: Shape) -> tuple[Staged, Fit, Shape]:
         """A tensor, a host's rows of it, and where the host has left them in its memory."""
@@ -181,10 +200,8 @@ class StreamVisits:
         self._busy = False
         #: Visits whose rows the stream may still copy back.
         self._held: deque[Visit] = deque()
-        #: How long streams take to arrive, in seconds.
-        self._usual_s = 0.0
-        #: For how many microseconds each host has worked for its replies in one step.
-        self._worked: WeakKeyDictionary[BlockHost, tuple[Patience, int]] = WeakKeyDictionary()
+        #: How long streams take to arrive, in seconds; and when the last one was released.
+        self._usual_s = self._released_at = 0.0
         self._usual_switch_s = sys.getswitchinterval()
         threading.Thread(target=self._run, name="tracewire visits", daemon=True).start()
 
@@ -204,21 +221,24 @@ class StreamVisits:
         if not self._held:
             # While the GPU waits, the thread gets the interpreter soon. The model's thread is ahead.
             sys.setswitchinterval(_SWITCH_S)
+        visit.begin(value)
         self._number += 1
         visit.number, visit.since = self._number, time.monotonic()
-        self._held.append(visit)
         self._flags.arrive(visit.number)
+        self._held.append(visit)
         self._add(visit)
-        self._flags.hold(visit.number)
-        left = visit.put_back(value)
-        self._flags.go_on(visit.number)
-        return left
+        try:
+            self._flags.hold(visit.number)
+            return visit.put_back(value)
+        finally:
+            self._flags.go_on(visit.number)
 
     def give_back(self) -> None:
         """Give up the memory of visits that are over."""
         while self._held and self._flags.has_passed(self._held[0].number):
             visit = self._held.popleft()
-            self._check(visit)
+            if self._flags.expired_last(visit.number):
+                self._give_up(visit)
             visit.leave()
             if not self._held:
                 sys.setswitchinterval(self._usual_switch_s)
@@ -249,10 +269,13 @@ class StreamVisits:
                 while turns and self._jobs and isinstance(following := self._jobs[0], LateTurn):
                     turns.append(following)
                     self._jobs.popleft()
-            if isinstance(job, Visit):
-                self._serve(job)
-            else:
-                self._send_joined(turns)
+            try:
+                if isinstance(job, Visit):
+                    self._serve(job)
+                else:
+                    self._send_joined(turns)
+            except Exception:  # it serves all traces
+                logger.exception("the hosts of blocks could not be told")
 
     def _send_joined(self, turns: list[LateTurn]) -> None:
         joined: dict[BlockHost, LateTurn] = {}
@@ -288,23 +311,31 @@ class StreamVisits:
                 self._fail(turn.host, lost("the engine could not ask it", len(turn.host.traces)))
         finally:
             self._flags.release(visit.number)
-        self._check(visit)
-
-    def _check(self, visit: Visit) -> None:
-        """End the hosts of a visit for which the stream has waited in vain."""
+            self._released_at = time.monotonic()
         if self._flags.expired(visit.number):
-            self.usable = False
-            logger.error("the GPU has waited for the hosts of blocks in vain; from now on the model's thread waits")
-            for turn in visit.turns:
-                self._fail(turn.host, lost("the model has gone on without it", len(turn.host.traces)))
+            self._give_up(visit)
+
+    def _give_up(self, visit: Visit) -> None:
+        """End the hosts of a visit for which the stream has waited in vain."""
+        self.usable = False
+        logger.error("the GPU has waited for the hosts of blocks in vain; from now on the model's thread waits")
+        for turn in visit.turns:
+            self._fail(turn.host, lost("the model has gone on without it", len(turn.host.traces)))
 
     def _await_stream(self, visit: Visit) -> None:
-        flags, number = self._flags, visit.number
-        pause = self._usual_s - _EARLY_S - (time.monotonic() - visit.since)
-        while not flags.has_arrived(number):
-            time.sleep(max(pause, _LOOK_S))
-            pause = 0.0
-        self._usual_s += _WEIGHT * (time.monotonic() - visit.since - self._usual_s)
+        """Wait until the stream has arrived. The first sleep ends before that, by the times of the last visits."""
+        flags, began, looks = self._flags, max(visit.since, self._released_at), 0
+        pause = first = max(_LOOK_S, self._usual_s - _EARLY_S - (time.monotonic() - began))
+        while not flags.has_arrived(visit.number):
+            time.sleep(min(pause, _LONGEST_S))
+            looks += 1
+            pause = _LOOK_S if looks < _LOOKS else _SELDOM_S
+        if looks <= 1 and (looks == 0 or first > _LOOK_S):
+            # Perhaps it was there long before.
+            self._usual_s /= 2
+        else:
+            took = min(time.monotonic() - began, 2 * self._usual_s + _LONGEST_S)
+            self._usual_s += _WEIGHT * (took - self._usual_s)
         visit.step.arrive()
 
     def _ask(self, visit: Visit) -> None:
@@ -322,22 +353,23 @@ class StreamVisits:
         for message in host.calls.arrived():
             said = _said.decode(message)
             if isinstance(said, Request):
-                raise SharedValueError(f"its block needs {said.path}, of which its source says nothing")
+                raise SharedValueError(f"its block needs {said.path[:200]!r}, of which its source says nothing")
             host.took(host.turns, mark)
-            self._count(host, visit.patience, said.used_us)
+            self._count(host, visit.patience.step, said.used_us)
             unknown = {where for where, _ in said.waits}.union(said.observed) - visit.edits[host]
             if unknown:
-                raise SharedValueError(f"its block asks for {min(unknown)}, of which its source says nothing")
+                raise SharedValueError(f"its block asks for {min(unknown)[:200]!r}, of which its source says nothing")
+            host.calm = None if said.waits or said.observed or said.begins else visit.requests[host]
             return said
         return None
 
-    def _count(self, host: BlockHost, step: Patience, used_us: int) -> None:
+    @staticmethod
+    def _count(host: BlockHost, step: int, used_us: int) -> None:
         """Note how long a host has worked for a reply, and tell it of the whole step before once the next one comes."""
-        of, used = self._worked.get(host, (step, 0))
-        if of is not step:
-            host.worked(used)
-            used = 0
-        self._worked[host] = step, used + used_us
+        if host.visited_step != step:
+            host.worked(host.visited_us)
+            host.visited_step, host.visited_us = step, 0
+        host.visited_us += used_us
 
     def _fail(self, host: BlockHost, failure: Failure) -> None:
         # What no turn has, the model's thread gives up.

@@ -33,3 +33,4 @@ def test_a_stream_that_nothing_releases_goes_on_after_a_while_and_says_so() -> N
     assert not flags.expired(0)
     flags.hold(4)
     assert [flags.expired(number) for number in (3, 4, 5)] == [True, True, False]
+    assert [flags.expired_last(number) for number in (0, 3, 4, 5)] == [False, False, True, False]

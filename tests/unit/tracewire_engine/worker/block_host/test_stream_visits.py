@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +13,15 @@ import pytest
 import torch
 
 from tests.support.hosted_model import HostedModel
+from tracewire_engine.link import shared_rows
 from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.worker.block_host import stream_visits
+from tracewire_engine.worker.block_host.host import BlockHost
 from tracewire_engine.worker.block_host.host_replies import Patience
 from tracewire_engine.worker.block_host.reading import Account
-from tracewire_engine.worker.block_host.rows import StepRows
+from tracewire_engine.worker.block_host.rows import NoRoom, StepRows
 from tracewire_engine.worker.block_host.staged_step import StagedStep, StageLayout
-from tracewire_engine.worker.block_host.stream_visits import Visit
+from tracewire_engine.worker.block_host.stream_visits import StreamVisits, Visit
 
 EACH = "kept = [].save()\nfor step in tracer.iter[:]:\n    "
 IN_PLACE = EACH + "h = model.model.layers[1].output[0]\n    h[:] *= 2\n    kept.append(h.clone())\n"
@@ -148,7 +153,7 @@ def test_a_block_that_asks_for_what_its_source_does_not_name_is_ended(
     monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments: replace(of(arguments), edits=wrong))
     _, (found,) = model.visits_in(IN_PLACE)
     assert found.finish.error.type == "BlockHostLost"
-    assert "asks for model.model.layers.1.output, of which its source says nothing" in found.finish.error.message
+    assert "asks for 'model.model.layers.1.output', of which its source says nothing" in found.finish.error.message
 
 
 def test_a_block_that_assigns_although_its_source_does_not_is_ended(
@@ -190,11 +195,166 @@ def test_a_stream_that_waits_in_vain_goes_on_and_none_waits_after_it(monkeypatch
     vain.close()
 
 
-def test_the_memory_of_visits_is_given_back(model: Model) -> None:
+def test_what_a_stream_that_waits_in_vain_goes_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of others, between those of hosts, are as they were, whatever was in the memory before."""
+    vain = Model()
+    vain.open("first", ASSIGNS, tenant="one")
+    vain.open("second", IN_PLACE, tenant="two")
+    vain.flags._limit_s = 0.2
+    arrived = vain.flags.has_arrived
+    monkeypatch.setattr(vain.flags, "has_arrived", lambda number: arrived(number) and vain.flags.expired(number))
+    begin, put_back, seen = Visit.begin, Visit.put_back, []
+
+    def filled(visit: Visit, value: Any) -> None:
+        for buffer in visit._assigned.values():
+            buffer.array[:] = 0x11
+        begin(visit, value)
+
+    def noting(visit: Visit, value: Any) -> Any:
+        before = [tensor.clone() for tensor in value]
+        seen.append((before, put_back(visit, value)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Visit, "begin", filled)
+    monkeypatch.setattr(Visit, "put_back", noting)
+    reach = vain._begin({"first-00000000": 2, "bystander": 2, "second-00000000": 2}, 0)
+    with torch.inference_mode():
+        vain._layers(torch.linspace(-1, 1, 24).view(6, 4), reach)
+    vain._end()
+    for name in ("first", "second"):
+        vain.finish(name, 1)
+    vain.wait("first", "second")
+    ((before, left),) = seen
+    assert torch.equal(before[0], left[0])
+    assert all(vain.outcomes[name].finish.error is not None for name in ("first", "second"))  # type: ignore[union-attr]
+    vain.close()
+
+
+def test_hosts_of_another_visit_of_the_step_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    vain = Model()
+    vain.open("first", IN_PLACE.replace("layers[1]", "layers[0]"), tenant="one")
+    vain.open("second", IN_PLACE, tenant="two")
+    vain.flags._limit_s = 1.0
+    arrived, expired = vain.flags.has_arrived, vain.flags.expired
+    monkeypatch.setattr(vain.flags, "has_arrived", lambda number: arrived(number) and (number == 1 or expired(number)))
+    for index in (0, 1):
+        vain.step({"first": 2 - index, "second": 2 - index}, index)
+    for name in ("first", "second"):
+        vain.finish(name, 2)
+    vain.wait("first", "second")
+    errors = [vain.outcomes[name].finish.error for name in ("first", "second")]  # type: ignore[union-attr]
+    assert [error is None for error in errors] == [True, False]
+    vain.close()
+
+
+def test_a_block_that_is_slow_before_it_asks_for_anything_ends_alone(model: Model) -> None:
+    slow = "n = 0\nfor i in range(10**12):\n    n = i + 1\n" + IN_PLACE
+    _, (calm, late) = model.visits_in(IN_PLACE, slow, steps=2)
+    assert len(saves([calm])[0]) == 2
+    assert late.finish.error.type == "BlockTimeout"
+    assert late.finish.error.line in (2, 3)
+
+
+def test_a_stream_waits_for_no_block_that_has_ended(model: Model) -> None:
+    once = "h = model.model.layers[1].output[0]\nh[:] *= 2\nkept = [h.clone()].save()\n"
+    count, found = model.visits_in(once, once, steps=6)
+    assert count == 1
+    assert [len(one) for one in saves(found)] == [1, 1]
+    # A new request of the host is served again, and so is one that was not in the step of the reply.
+    model.held.clear()
+    model.open("first", once)
+    model.step({"first": 2}, 0)
+    model.step({"first": 1}, 1)
+    assert len(model.held) == 1
+    model.open("second", IN_PLACE)
+    model.step({"second": 2}, 0)
+    model.step({"first": 1, "second": 1}, 1)
+    assert len(model.held) == 3
+    for name, steps in (("first", 3), ("second", 2)):
+        model.finish(name, steps)
+    model.wait("first", "second")
+    assert len(saves([model.outcomes["second"]])[0]) == 2
+
+
+def test_a_host_without_room_has_what_came_before_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the model's thread is ahead: a host's memory may be full of rows to which the stream has not come."""
+    assert model.visits is not None
+    settle, read, done = model.visits.settle, BlockHost.read, []
+
+    def full(host: BlockHost, share: Any, readings: Any, passed: Any) -> None:
+        if readings[0].location.endswith(".1.output") and "settled" not in done[-1:]:
+            done.append("full")
+            raise NoRoom
+        read(host, share, readings, passed)
+
+    monkeypatch.setattr(BlockHost, "read", full)
+    monkeypatch.setattr(model.visits, "settle", lambda: done.append("settled") or settle())
+    layers = "".join(f"    model.model.layers[{layer}].output[0][:] *= 2\n" for layer in range(3))
+    _, (found,) = model.visits_in("for step in tracer.iter[:]:\n" + layers, steps=1)
+    assert found.finish.error is None
+    assert done == ["full", "settled"]
+
+
+def test_hosts_and_the_memory_of_visits_are_given_back(model: Model) -> None:
+    hosts = []
+    for number in range(3):
+        name = f"own.{number}"
+        model.open(name, IN_PLACE, tenant=None)  # type: ignore[arg-type]
+        hosts.append(weakref.ref(model.hosts.traces[name].host))
+        for index in (0, 1):
+            model.step({name: 2 - index}, index)
+        model.finish(name, 2)
+        model.wait(name)
     model.visits_in(IN_PLACE, ASSIGNS, steps=6)
     model.hosts.begin({}, [], lambda name: 0)
     assert model.visits is not None
     assert not model.visits._held
+    gc.collect()
+    assert [one() for one in hosts] == [None] * 3
+
+
+class Clock:
+    """Takes the place of `time`."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 0.00005
+
+
+def test_a_slow_step_makes_no_later_one_slow(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread sees soon that the stream has arrived, without looking all the time."""
+    clock = Clock()
+    monkeypatch.setattr(stream_visits, "time", clock)
+    visits, looks, arrival = StreamVisits.__new__(StreamVisits), 0, 0.0
+    visits._usual_s = visits._released_at = 0.0
+
+    class Flags:
+        def has_arrived(self, number: int) -> bool:
+            nonlocal looks
+            looks += 1
+            return clock.now >= arrival
+
+    flags: Any = Flags()
+    visits._flags = flags
+    (visit, _, _) = visit_of((torch.zeros(4, 3),))
+    late = []
+    for step in [0.005] * 20 + [0.4] + [0.005] * 40 + [0.001] * 40:
+        visit.since, arrival, looks = clock.now, clock.now + step, 0
+        # Two locations whose kernels are launched at once.
+        for _ in range(2):
+            visits._await_stream(visit)
+            late.append((clock.now - arrival, looks))
+            visits._released_at = clock.now
+            arrival, looks = clock.now + step, 0
+    after, last = late[50:120], late[-40:]
+    assert max(one for one, _ in late[20:40]) < 0.001
+    assert max(one for one, _ in after) < 0.001
+    assert max(one for one, _ in last) < 0.001
+    assert sum(count for _, count in after) / len(after) < 40
 
 
 class Process:
@@ -204,6 +364,8 @@ class Process:
 
 class Host:
     failure = None
+    arrivals = 0
+    present = frozenset({"x"})
     account = Account(edits=frozenset({"a"}), assigns=True)
 
     def __init__(self, returned: Any) -> None:
@@ -217,14 +379,14 @@ class Turn:
 
 def visit_of(value: Any, parts: frozenset[int] | None = None) -> tuple[Visit, Any, Any]:
     """A visit of the second and third row of four, its host, and the host's memory."""
-    from tracewire_engine.link.shared_rows import RowMemory
-
-    memory = RowMemory.create(1 << 16)
+    memory = shared_rows.RowMemory.create(1 << 16)
     host: Any = Host(memory)
     step = StagedStep(StageLayout({host: StepRows([(1, 2)], [1], 4, 4)}), pinned=False)
     step.reach("a", value, [host], 0, by_request=False, parts=parts)
     turn: Any = Turn(host)
-    return Visit(step, [turn], Patience(1.0)), host, memory
+    visit = Visit(step, [turn], Patience(1.0))
+    visit.begin(value)
+    return visit, host, memory
 
 
 def shared(memory: Any, rows: torch.Tensor) -> Shape:
