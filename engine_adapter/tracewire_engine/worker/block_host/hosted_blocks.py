@@ -78,7 +78,7 @@ class HostedBlocks:
         visits: StreamVisits | None = None,
     ) -> None:
         self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
-        self._hosts = TenantHosts(pool, reports)
+        self._hosts = TenantHosts(pool, reports, visits=visits is not None)
         #: Waits until hosts can be started, so that the model waits for no start later.
         self.wait_ready = pool.wait_ready
         self._turns = HostTurns(model, reports, step_s, visits)

@@ -480,7 +480,7 @@ class _Reader:
 
     def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:
         items = self._items(kind)
-        known = self._numbers.get(index.id) if isinstance(index, ast.Name) else None
+        known = self._known(index)
         if known is not None and all(-len(items) <= place < len(items) for place in known):
             return _Modules(tuple(items[place] for place in known))
         try:
@@ -492,6 +492,20 @@ class _Reader:
         if not isinstance(place, int) or isinstance(place, bool) or not -len(items) <= place < len(items):
             raise _Unknown
         return _Modules((items[place],))
+
+    def _known(self, node: ast.expr) -> tuple[int, ...] | None:
+        """The numbers that an expression can come to, where they are known, such as those of `layer + 1`."""
+        if isinstance(node, ast.Name):
+            return self._numbers.get(node.id)
+        if isinstance(node, ast.Constant):
+            return (node.value,) if type(node.value) is int else None
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub):
+            return None
+        left, right = self._known(node.left), self._known(node.right)
+        if left is None or right is None or len(left) * len(right) > MOST:
+            return None
+        sign = 1 if isinstance(node.op, ast.Add) else -1
+        return tuple(one + sign * other for one in left for other in right)
 
     def _items(self, kind: _Modules) -> list[str]:
         if kind.several or len(kind.paths) != 1:

@@ -2,7 +2,8 @@
 
 Blocks share a host if their source shows that they only compute (`reading.py`): such a block can harm its neighbours by
 its time and its memory alone. Those that only read have other hosts than those that may write, since the model waits
-for a host as a whole.
+for a host as a whole. If a stream can wait for hosts (`stream_visits.py`), so have those for which the model's thread
+waits.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class TenantHosts:
         pool: starts hosts.
         reports: passes on what they report.
         most: how many hosts a tenant has at most for blocks that only read, and for others.
+        visits: whether a stream can wait for hosts.
     """
 
-    def __init__(self, pool: HostPool, reports: ReportThread, most: int = MOST) -> None:
-        self._pool, self._reports, self._most = pool, reports, most
-        self._shared: dict[tuple[str, bool], list[BlockHost]] = {}
+    def __init__(self, pool: HostPool, reports: ReportThread, most: int = MOST, *, visits: bool = False) -> None:
+        self._pool, self._reports, self._most, self._visits = pool, reports, most, visits
+        #: By the tenant, whether the blocks only read, and whether a stream waits for them.
+        self._shared: dict[tuple[str, bool, bool], list[BlockHost]] = {}
 
     def of(self, tenant: str | None, account: Account) -> BlockHost:
         """A host for a trace.
@@ -45,12 +48,13 @@ class TenantHosts:
         """
         if tenant is None or not account.computes:
             return self._started(None)
-        kind = tenant, account.reads is not None
-        known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=kind[1])]
+        reads, visited = account.reads is not None, self._visits and account.edits is not None
+        kind = tenant, reads, visited and not reads
+        known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=reads, visited=kind[2])]
         best = min(known, key=_load, default=None)
         if best is None or (_load(best) >= 1 and len(known) < self._most):
             self._forget_retired()
-            best = self._started(kind, best)
+            best = self._started((tenant, reads), best)
             known.append(best)
         self._shared[kind] = known
         return best
@@ -73,7 +77,7 @@ def _load(host: BlockHost) -> float:
     return host.load.of([None] * len(found) if host.reads is None else found)
 
 
-def _is_open(host: BlockHost, *, reads: bool) -> bool:
+def _is_open(host: BlockHost, *, reads: bool, visited: bool) -> bool:
     """Whether a host takes more traces. One that a trace has joined whose blocks may write after all takes none."""
     usable = host.failure is None and not host.retired and (host.reads is not None) == reads
-    return usable and host.process.alive()
+    return usable and (not visited or host.account.edits is not None) and host.process.alive()

@@ -257,6 +257,11 @@ def test_blocks_that_write_at_many_locations_together() -> None:
         ("x = model.model.layers[0].output[0]\nmodel.model.layers[0].output[0] += 1", {}),
         ("x = model.model.layers[0].input[0] + model.logits[0]", {}),
         ("i = int(live.layer)\nx = model.model.layers[i].output[0]", {0: {0}, 1: {0}, 2: {0}, 3: {0}}),
+        (
+            "for i in [1, 2]:\n    x = model.model.layers[i + 1].output[0], model.model.layers[3 - i].output[1]",
+            {2: {0, 1}, 3: {0}, 1: {1}},
+        ),
+        ("for i in [2, 3]:\n    x = model.model.layers[i + 1].output[0]", {0: {0}, 1: {0}, 2: {0}, 3: {0}}),
     ],
 )
 def test_which_items_of_values_blocks_use(source: str, parts: dict[int, set[int]] | None) -> None:

@@ -113,28 +113,24 @@ def test_a_trace_of_which_nothing_is_certain_makes_the_thread_wait_for_its_host(
 
 
 def test_a_host_that_must_be_waited_for_later_on_is(model: Model) -> None:
-    """A trace that skips a module joins the host of one that writes, and leaves it again."""
+    """A later request of its trace skips a module."""
     skips = (
         "i = model.model.layers[1].input\nmodel.model.layers[1].skip((i * 0.5, i))\nx = model.logits.clone().save()\n"
     )
     model.held.clear()
-    model.open("stays", IN_PLACE)
+    model.open("stays", IN_PLACE, trace="both", choices=2)
     model.step({"stays": 2}, 0)
     model.step({"stays": 1}, 1)
     assert len(model.held) == 2
-    model.open("skips", skips)
+    model.open("skips", skips, trace="both", choices=2)
     model.step({"stays": 1, "skips": 2}, 2)
-    model.finish("skips", 1)
-    model.wait("skips")
+    for name, steps in (("skips", 1), ("stays", 3)):
+        model.finish(name, steps)
+    model.wait("skips", "stays")
     assert len(model.held) == 2
-    for index in (3, 4):
-        model.step({"stays": 1}, index)
-    model.finish("stays", 5)
-    model.wait("stays")
-    assert len(model.held) == 4
     assert model.outcomes["skips"].finish is not None
     assert model.outcomes["skips"].finish.error is None
-    assert len(saves([model.outcomes["stays"]])[0]) == 5
+    assert len(saves([model.outcomes["stays"]])[0]) == 3
 
 
 def test_a_value_that_is_more_than_tensors_is_waited_for_by_the_thread(model: Model) -> None:

@@ -59,6 +59,20 @@ def test_blocks_that_only_compute_share_a_host_with_their_kind_and_tenant() -> N
     assert [host.kind for host in odd] == [None, None, None]
 
 
+def test_blocks_for_which_a_stream_waits_have_hosts_of_their_own() -> None:
+    edits = Account(None, computes=True, edits=frozenset({"a"}))
+    beside: Any = Beside()
+    found = TenantHosts(beside, beside, 2, visits=True)
+    taken = [take(found, "t", account, str(number)) for number, account in enumerate((edits, WRITES, READS, edits))]
+    assert taken[0] is taken[3]
+    assert len({id(host) for host in taken}) == 3
+    # A later request of a trace has another block.
+    taken[0].account = Account(None, computes=True)
+    assert take(found, "t", edits, "next") is not taken[0]
+    found, _ = hosts()
+    assert take(found, "t", edits, "x") is take(found, "t", WRITES, "y")
+
+
 def fill(found: TenantHosts, reads: frozenset[str] | None, used_us: int, traces: int) -> list[int]:
     """How many traces each of a tenant's hosts has in the end, if a step of a host takes so long for each trace."""
     counts: dict[int, int] = {}
