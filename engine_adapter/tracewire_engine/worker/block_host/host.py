@@ -441,7 +441,9 @@ class BlockHost:
         """Take what it was not told into a turn. `names` and `waits` are as for `send`."""
         self._tell_again()
         turn = Turn(self._events, waits, names[self._names :], self.process.given.taken)
-        turn.large_allowed, turn.limited = self.allowed(), self.visited
+        turn.large_allowed = self.allowed()
+        # What blocks do as a step begins, the stream may soon wait for.
+        turn.limited = self.visited and any(type(event) is Began for event in self._events)
         self._events, self._names = [], len(names)
         made = LateTurn(self, turn, self._late)
         self._late = []

@@ -21,6 +21,7 @@ from .answers import ModelAnswers
 from .host import BlockHost
 from .host_replies import Patience, wait_for_replies
 from .rank_link import Edit, edit_of
+from .reading import MOST_VISITED
 from .report_thread import ReportThread, lost
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep, StageLayout
@@ -29,9 +30,6 @@ from .stream_visits import StreamVisits, Visit
 __all__ = ["HostTurns", "parts_of"]
 
 logger = logging.getLogger("vllm.tracewire")
-
-#: How many locations a host may have at most at which the stream waits in each step.
-_MOST_VISITED = 16
 
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
@@ -136,7 +134,7 @@ class HostTurns:
     def is_visited(self, host: BlockHost) -> bool:
         """Whether the stream waits for a host in the step that begins, where the model's thread would."""
         visits, edits = self._visits, host.account.edits
-        fit = edits is not None and len(edits) <= _MOST_VISITED and edits.isdisjoint(self._unfit)
+        fit = edits is not None and len(edits) <= MOST_VISITED and edits.isdisjoint(self._unfit)
         if visits is not None and visits.usable and edits is not None and fit:
             if not host.visited:
                 self._reports.send_now((host,))
@@ -186,17 +184,14 @@ class HostTurns:
             for host in rows:
                 share = step.share_of(host)
                 for readings in share.parts():
-                    read = partial(host.read, share, readings, self.passed)
-                    try:
-                        read()
-                    except NoRoom:
-                        # The stream may not have come to what the host was to read before.
-                        self._visits.settle()
-                        self._with_room(host, location, read)
-            turns = [host.turn(self._names, waits=True) for host in rows if host.failure is None]
-            visits = bool(turns)
-            if visits:
-                value = self._visits.visit(Visit(step, turns, self._patience), value)
+                    self._with_room(host, location, partial(host.read, share, readings, self.passed))
+            waiting = [host for host in rows if host.failure is None]
+            if waiting:
+                visit = Visit(step, waiting, self._patience)
+                visit.begin(value)
+                visit.turns = [host.turn(self._names, waits=True) for host in waiting]
+                visits = True
+                value = self._visits.visit(visit, value)
         except Exception as error:  # it costs the hosts, not the engine
             for host in rows:
                 self.misshared(host, location, error)
@@ -220,13 +215,17 @@ class HostTurns:
 
     def _with_room(self, host: BlockHost, location: str, share: Callable[[], None]) -> None:
         """Share something with a host, as soon as it has room for it."""
-        began = time.monotonic()
+        began, behind = time.monotonic(), host.visited
         while host.failure is None:
             try:
                 share()
                 return
             except NoRoom:
-                if host.untold:  # the rows of this step take more than is shared
+                if behind and self._visits is not None:
+                    # The stream may not have come to what the host was to read before. That is no time of its blocks.
+                    self._visits.settle()
+                    began, behind = time.monotonic(), False
+                elif host.untold:  # the rows of this step take more than is shared
                     self.send(host)
                     continue
                 left = self._patience.left_s(host) - (time.monotonic() - began)

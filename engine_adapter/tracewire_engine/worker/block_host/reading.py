@@ -35,6 +35,9 @@ MOST = 256
 #: waits in every step, whether the block wants it or not.
 MOST_EDITED = 4
 
+#: How many such locations a host may have at most.
+MOST_VISITED = 16
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -158,8 +161,8 @@ class Account:
 
     Attributes:
         reads: the locations that they may ask for, if they only read; otherwise `None`.
-        edits: the locations that they may ask for, if they skip no module; `None` if that is not certain, or if these
-            are many.
+        edits: the locations that they may ask for, if they skip no module, and use no module's arguments; `None` if
+            that is not certain, or if these are many.
         assigns: whether they may put another value in the place of one of the model.
         parts: of locations whose values they use as `value[0]` and the like alone, the numbers in the brackets.
         computes: whether they do nothing but compute with values that they have read or made.
@@ -186,12 +189,14 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
         variables = _variables.decode(block.variables)
         reader = _Reader(block, paths, variables)
         reader.read(tree)
-    except (_Unknown, SyntaxError, ValueError, msgspec.DecodeError, RecursionError, KeyError):
+    except Exception:  # whatever a source does to this module, the model's thread goes on
         return Account()
     found = frozenset(reader.found)
     parts = {where: frozenset(numbers) for where, numbers in reader.found.items() if numbers is not None}
     reads = found if not reader.writes and len(found) <= MOST else None
-    edits = found if not reader.skips and len(found) <= MOST_EDITED else None
+    # The arguments of a module are more than tensors.
+    fit = not reader.skips and len(found) <= MOST_EDITED and not any(one.endswith(".input") for one in found)
+    edits = found if fit else None
     # What blocks leave of samples is put in their place, as far as it is token ids.
     return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts)
 
@@ -216,11 +221,13 @@ class _Reader:
         self._names: dict[str, _Kind] = dict.fromkeys(variables, _VALUE)
         self._names.update({name: _Named(f"module {module}") for name, module in block.modules.items()})
         self._names.update(
-            {name: _Modules((f"model.{path}" if path else "model",)) for name, path in block.paths.items()}
+            {name: _Modules((paths.same[f"model.{path}" if path else "model"],)) for name, path in block.paths.items()}
         )
         self._names.update({model: _Modules(("model",)), tracer: _Named("tracer"), live: _Named("live")})
         self._given = frozenset(self._names)
         self._assigned: dict[str, list[ast.expr | None]] = {}
+        #: The names to which the block applies an operator such as `+=`.
+        self._changed: set[str] = set()
         #: The numbers that a name can stand for, and those in a list, where they are known.
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._lists: dict[str, tuple[int, ...]] = {}
@@ -249,7 +256,7 @@ class _Reader:
 
     def _run_through(self, target: ast.expr, values: ast.expr) -> None:
         """Note the numbers that the variable of a loop can stand for."""
-        if not isinstance(target, ast.Name) or len(self._assigned[target.id]) > 1:
+        if not isinstance(target, ast.Name) or len(self._assigned[target.id]) > 1 or target.id in self._changed:
             return
         known = self._lists.get(values.id) if isinstance(values, ast.Name) else _numbers_in(values)
         if known is not None:
@@ -263,6 +270,8 @@ class _Reader:
                     self._bind(target, node.value)
             elif isinstance(node, ast.For | ast.comprehension):
                 self._bind(node.target, None)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                self._changed.add(node.target.id)
         # A list that the block could extend says nothing.
         loops = [node.iter for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
         used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -317,7 +326,9 @@ class _Reader:
         if isinstance(kind, _Named) and kind.what not in ("value", "steps"):
             raise _Unknown
 
-    def _target(self, target: ast.expr, kind: _Kind) -> None:
+    def _target(self, target: ast.expr, kind: _Kind, *, names_only: bool = False) -> None:
+        if names_only and isinstance(target, ast.Subscript | ast.Attribute):
+            raise _Unknown
         if isinstance(target, ast.Name):
             if kind is _VALUE:
                 return
@@ -407,6 +418,7 @@ class _Reader:
         parts = list(ast.iter_child_nodes(node))
         for part in parts:
             if isinstance(part, ast.comprehension):
+                self._target(part.target, _VALUE, names_only=True)
                 if self._items_of(part.iter) is not _VALUE:
                     raise _Unknown
                 self._run_through(part.target, part.iter)
@@ -417,10 +429,11 @@ class _Reader:
                 self._value(part)
 
     def _attribute(self, node: ast.Attribute) -> _Kind:
-        kind = self._expression(node.value)
-        name = node.attr
         if not isinstance(node.ctx, ast.Load):
             raise _Unknown
+        return self._attribute_of(self._expression(node.value), node.attr)
+
+    def _attribute_of(self, kind: _Kind, name: str) -> _Kind:
         if isinstance(kind, _Modules):
             return self._of_modules(kind, name)
         if kind.what == "tracer" and name == "iter":
@@ -453,9 +466,15 @@ class _Reader:
     def _subscript(self, node: ast.Subscript) -> _Kind:
         if not isinstance(node.ctx, ast.Load):
             raise _Unknown
-        if self._is_item(node):
-            return _VALUE
-        kind = self._expression(node.value)
+        value = node.value
+        if isinstance(value, ast.Attribute) and isinstance(value.ctx, ast.Load):
+            # Once: sources that nest deep would take for ever otherwise.
+            owner = self._expression(value.value)
+            if self._is_item(owner, value.attr, node.slice):
+                return _VALUE
+            kind = self._attribute_of(owner, value.attr)
+        else:
+            kind = self._expression(value)
         if isinstance(kind, _Modules):
             return self._item_of(kind, node.slice)
         self._value(node.slice)
@@ -465,17 +484,13 @@ class _Reader:
             raise _Unknown
         return _VALUE
 
-    def _is_item(self, node: ast.Subscript) -> bool:
+    def _is_item(self, owner: _Kind, name: str, item: ast.expr) -> bool:
         """Whether an expression is an item of a module's output, such as `layer.output[0]`. If so, it is noted."""
-        value, item = node.value, node.slice
-        if not isinstance(value, ast.Attribute) or value.attr != "output" or not isinstance(item, ast.Constant):
+        if name != "output" or not isinstance(owner, _Modules) or owner.several:
             return False
-        if type(item.value) is not int or item.value < 0:
+        if not isinstance(item, ast.Constant) or type(item.value) is not int or item.value < 0:
             return False
-        kind = self._expression(value.value)
-        if not isinstance(kind, _Modules) or kind.several:
-            return False
-        self._note([f"{path}.output" for path in kind.paths], item.value)
+        self._note([f"{path}.output" for path in owner.paths], item.value)
         return True
 
     def _item_of(self, kind: _Modules, index: ast.expr) -> _Kind:

@@ -60,6 +60,9 @@ _LOOK_MS = 500
 #: How long the thread waits for the reports of other hosts, each time and at most how many times, in seconds.
 _GATHER_S, _GATHERED = 0.0002, 3
 
+#: How long reports are waited for at once while rows are waited for, too, in seconds.
+_BESIDE_S = 0.0005
+
 #: For how long after the beginning of a step the thread leaves its work to the model's thread, in seconds; and for how
 #: long the model's thread waits at once for a host that has to read more of its rows.
 _STEP_S, _WAIT_S = 0.005, 0.005
@@ -92,6 +95,9 @@ class ReportThread:
         #: Held by the thread that does the work.
         self._working = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Whether a stream may wait for a host (`stream_visits.py`). Then reports are read while rows are waited for
+        #: that lie behind that: the host may wait until its report is read.
+        self.is_held: Callable[[], bool] = lambda: False
         #: Whether the last step was short, so that a host may be told of it together with the next one.
         self.short = False
         #: Turns that are sent later, in their order.
@@ -137,7 +143,9 @@ class ReportThread:
         """Send the turns of these hosts that wait, and of no other host. Waits for their rows."""
         if any(host.queued for host in hosts):
             with self._working:
-                self._send_turns([turn for turn in list(self._late) if turn.host in hosts])
+                turns = [turn for turn in list(self._late) if turn.host in hosts]
+                self._read_until_ready(turns)
+                self._send_turns(turns)
 
     def send_ready(self, hosts: Collection[BlockHost]) -> None:
         """Send the turns of these hosts that wait, if that takes no waiting."""
@@ -267,12 +275,19 @@ class ReportThread:
 
     def _send_late(self, *, wait: bool) -> None:
         """Send the turns whose rows are on the host, or all turns if this may wait for rows: each host's as one."""
+        if wait:
+            self._read_until_ready(list(self._late))
         ready = []
         for turn in list(self._late):
             if not wait and not turn.ready:
                 break
             ready.append(turn)
         self._send_turns(ready)
+
+    def _read_until_ready(self, turns: list[LateTurn]) -> None:
+        """If a stream may wait for a host, read reports until the rows of turns are on the host."""
+        while self.is_held() and not all(turn.ready for turn in turns):
+            self._handle(self._epoll.poll(_BESIDE_S))
 
     def _send_turns(self, turns: list[LateTurn]) -> None:
         """Send some of the turns that wait: each host's as one."""

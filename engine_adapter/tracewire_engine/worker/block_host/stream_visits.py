@@ -69,22 +69,24 @@ class Visit:
 
     Args:
         step: with the value as its only reading.
-        turns: what each host is told, with its rows; the model's thread has made them.
+        hosts: that have blocks which may want it.
         patience: of the model's step.
     """
 
-    def __init__(self, step: StagedStep, turns: Sequence[LateTurn], patience: Patience) -> None:
-        self.step, self.turns, self.patience = step, turns, patience
+    def __init__(self, step: StagedStep, hosts: Sequence[BlockHost], patience: Patience) -> None:
+        self.step, self.patience = step, patience
+        #: What each host is told, with its rows. The model's thread makes them.
+        self.turns: Sequence[LateTurn] = ()
         (self._reading,) = step.readings
         self.number = 0
         self.since = 0.0
         #: Where blocks of each host may ask for something.
-        self.edits = {turn.host: turn.host.account.edits or frozenset() for turn in turns}
+        self.edits = {host: host.account.edits or frozenset() for host in hosts}
         #: For each host, how many requests it was told of, and those of its requests that are in the step.
-        self.requests = {turn.host: (turn.host.arrivals, turn.host.present) for turn in turns}
+        self.requests = {host: (host.arrivals, host.present) for host in hosts}
         #: What the model goes on with, by the memory of what blocks change in place: that, and what they assign.
         self._assigned: dict[RowBuffer, RowBuffer] = {}
-        if any(turn.host.account.assigns for turn in turns):
+        if any(host.account.assigns for host in hosts):
             buffers = {one.buffer for one in self._reading.tensors}
             self._assigned = {one: RowBuffer.take(one.size, pinned=one.pinned) for one in buffers}
         #: Tensors that take the place of the model's.
@@ -192,6 +194,7 @@ class StreamVisits:
 
     def __init__(self, flags: StreamFlags, reports: ReportThread) -> None:
         self._flags, self._reports = flags, reports
+        reports.is_held = lambda: bool(self._held)
         #: Whether streams wait for hosts: not any more, once one of them has waited in vain.
         self.usable = True
         self._number = 0

@@ -12,7 +12,7 @@ import os
 
 from .host import BlockHost
 from .pool import HostPool
-from .reading import Account
+from .reading import MOST_VISITED, Account
 from .report_thread import ReportThread
 
 __all__ = ["TenantHosts"]
@@ -50,7 +50,9 @@ class TenantHosts:
             return self._started(None)
         reads, visited = account.reads is not None, self._visits and account.edits is not None
         kind = tenant, reads, visited and not reads
-        known = [host for host in self._shared.get(kind, ()) if _is_open(host, reads=reads, visited=kind[2])]
+        known = [
+            host for host in self._shared.get(kind, ()) if _is_open(host, reads, account.edits if kind[2] else None)
+        ]
         best = min(known, key=_load, default=None)
         if best is None or (_load(best) >= 1 and len(known) < self._most):
             self._forget_retired()
@@ -77,7 +79,10 @@ def _load(host: BlockHost) -> float:
     return host.load.of([None] * len(found) if host.reads is None else found)
 
 
-def _is_open(host: BlockHost, *, reads: bool, visited: bool) -> bool:
+def _is_open(host: BlockHost, reads: bool, edits: frozenset[str] | None) -> bool:
     """Whether a host takes more traces. One that a trace has joined whose blocks may write after all takes none."""
     usable = host.failure is None and not host.retired and (host.reads is not None) == reads
-    return usable and (not visited or host.account.edits is not None) and host.process.alive()
+    if edits is not None:
+        known = host.account.edits
+        usable = usable and known is not None and len(known | edits) <= MOST_VISITED
+    return usable and host.process.alive()

@@ -51,7 +51,7 @@ def _converted(edited: torch.Tensor, full: torch.Tensor, name: str) -> torch.Ten
 class RowBatcher(VLLMBatcher):
     """nnsight's batcher, but it splits a value once for all blocks of a visit.
 
-    It does so for a tensor `[tokens, ...]` and for a tuple of such tensors.
+    It does so for a tensor `[tokens, ...]` and for a tuple of such tensors, among which may be other objects.
     """
 
     #: Whether blocks are being served.
@@ -69,11 +69,17 @@ class RowBatcher(VLLMBatcher):
             # Autograd forbids changing in place one of several views that a single call made.
             return
         if type(value) is tuple:
-            if value and all(self._splits(item) for item in value):
-                self._whole = value
-                self._pieces = list(zip(*[item.split_with_sizes(self.counts) for item in value], strict=True))
+            pieces = [self._pieces_of(item) for item in value]
+            if any(map(self._splits, value)) and None not in pieces:
+                self._whole, self._pieces = value, list(zip(*pieces, strict=True))
         elif self._splits(value):
             self._whole, self._pieces = value, value.split_with_sizes(self.counts)
+
+    def _pieces_of(self, item: Any) -> Sequence[Any] | None:
+        """An item of a tuple by requests: all have one that holds no tensor. `None` if it is another one."""
+        if self._splits(item):
+            return item.split_with_sizes(self.counts)  # type: ignore[no-any-return]
+        return None if isinstance(item, _Tensor | tuple | list | dict) else [item] * len(self.counts)
 
     def _splits(self, item: Any) -> bool:
         return type(item) is _Tensor and item.ndim > 0 and item.shape[0] == self.total

@@ -213,9 +213,10 @@ def test_one_block_that_may_write_decides() -> None:
     ("source", "edits", "assigns"),
     [
         (H + "h[:] *= 2", outputs(0), False),
-        (H + "h.mul_(2)\nx = model.lm_head.input.clone().save()", {*outputs(0), "model.lm_head.input"}, False),
+        (H + "h.mul_(2)\nx = model.lm_head.input.clone().save()", None, False),
         ("model.logits[:, 3] = -1e9", LOGITS, False),
         (H + "x = h.clone().save()", outputs(0), False),
+        ("for i in range(2):\n    i += 1\n    model.model.layers[i].output[0][:] *= 2", outputs(0, 1, 2, 3), False),
         ("for i in range(4):\n    model.model.layers[i].output[0][:] = 0", outputs(0, 1, 2, 3), False),
         ("i = int(live.layer)\nmodel.model.layers[i].output[0][:] = 0", outputs(0, 1, 2, 3), False),
         ("model.residual(1).output = 1\nmodel.residual(2).output += 1", outputs(1, 2), False),
@@ -282,3 +283,31 @@ def test_items_that_several_blocks_use() -> None:
     assert union([first, Account(frozenset("c"), computes=True)]).parts == first.parts
     assert union([first, Account(computes=True)]).parts == {}
     assert union([first, union([])]).parts == first.parts
+
+
+def test_a_source_that_nests_deep_is_read_at_once() -> None:
+    """Reading a place of a value twice would double the time with each level."""
+    source = "model.residual(0).output[0]"
+    for _ in range(40):
+        source = f"model.residual({source}).output[0]"
+    assert account(f"x = {source}", modules={"torch": "torch"}).computes
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for i in range(99999999999999999999):\n    pass",
+        "x = model.model.layers[{[]: 0}].output",
+        "x = [0 for torch.add in [1]]",
+        "x = [0 for model.logits in [5]]",
+        "x = [0 for (a, model.logits) in [(5, 6)]]",
+    ],
+)
+def test_a_source_of_which_nothing_is_certain_raises_nothing(source: str) -> None:
+    assert not account(source, modules={"torch": "torch"}).edits
+    assert account(source, modules={"torch": "torch"}).reads in (None, frozenset())
+
+
+def test_a_module_under_another_path_is_the_same() -> None:
+    found = account("x = head.output[0]", modules={"torch": "torch"}, paths={"head": "tied"})
+    assert found.reads == {"model.lm_head.output"}

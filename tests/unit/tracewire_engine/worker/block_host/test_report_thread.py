@@ -514,6 +514,26 @@ def test_a_turn_that_the_model_waits_for_leaves_when_its_rows_have_come(monkeypa
     assert HostChannel(host._other[1]).arrived() == [msgspec.msgpack.encode(Turn([], mark=7))]
 
 
+def test_reports_are_read_while_rows_wait_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream waits for a host, and the host until its report is read."""
+    thread, known, host, _ = stepping(monkeypatch)
+    thread.is_held = lambda: True
+
+    class Behind:
+        @property
+        def done(self) -> bool:
+            return known.taken == 9
+
+        def arrive(self, memory: RowMemory) -> None:
+            assert self.done
+
+    host.says(Reported(turns=9))
+    behind: Any = Behind()
+    thread.send_later(LateTurn(known, Turn([]), [behind]))
+    thread.send_now((known,))
+    assert HostChannel(host._other[1]).arrived() == [msgspec.msgpack.encode(Turn([]))]
+
+
 def test_rows_that_cannot_be_shared_cost_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Rows):
         def arrive(self, memory: RowMemory) -> None:

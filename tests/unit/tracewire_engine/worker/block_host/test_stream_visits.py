@@ -14,9 +14,9 @@ import torch
 
 from tests.support.hosted_model import HostedModel
 from tracewire_engine.link import shared_rows
-from tracewire_engine.protocol.block_host import Reply, Shape, Shared
+from tracewire_engine.protocol.block_host import Began, Reply, Shape, Shared
 from tracewire_engine.worker.block_host import stream_visits
-from tracewire_engine.worker.block_host.host import BlockHost
+from tracewire_engine.worker.block_host.host import BlockHost, LateTurn
 from tracewire_engine.worker.block_host.host_replies import Patience
 from tracewire_engine.worker.block_host.reading import Account
 from tracewire_engine.worker.block_host.rows import NoRoom, StepRows
@@ -251,6 +251,23 @@ def test_a_block_that_is_slow_before_it_asks_for_anything_ends_alone(model: Mode
     assert late.finish.error.line in (2, 3)
 
 
+def test_only_what_blocks_do_as_a_step_begins_has_the_time_of_a_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves are read when it ends. The model does not wait for that."""
+    send, sent = LateTurn.send, []
+
+    def noting(turn: LateTurn) -> None:
+        sent.append((turn._turn.limited, {type(event) for event in turn._turn.events}))
+        send(turn)
+
+    monkeypatch.setattr(LateTurn, "send", noting)
+    model.visits_in(IN_PLACE, steps=3)
+    assert sent
+    assert all(limited == (Began in events) for limited, events in sent)
+    assert any(limited for limited, _ in sent)
+
+
 def test_a_stream_waits_for_no_block_that_has_ended(model: Model) -> None:
     once = "h = model.model.layers[1].output[0]\nh[:] *= 2\nkept = [h.clone()].save()\n"
     count, found = model.visits_in(once, once, steps=6)
@@ -368,19 +385,13 @@ class Host:
         self.process = Process(returned)
 
 
-class Turn:
-    def __init__(self, host: Host) -> None:
-        self.host = host
-
-
 def visit_of(value: Any, parts: frozenset[int] | None = None) -> tuple[Visit, Any, Any]:
     """A visit of the second and third row of four, its host, and the host's memory."""
     memory = shared_rows.RowMemory.create(1 << 16)
     host: Any = Host(memory)
     step = StagedStep(StageLayout({host: StepRows([(1, 2)], [1], 4, 4)}), pinned=False)
     step.reach("a", value, [host], 0, by_request=False, parts=parts)
-    turn: Any = Turn(host)
-    visit = Visit(step, [turn], Patience(1.0))
+    visit = Visit(step, [host], Patience(1.0))
     visit.begin(value)
     return visit, host, memory
 

@@ -9,7 +9,7 @@ import pytest
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.worker.block_host.host import BlockHost, HostedTrace
 from tracewire_engine.worker.block_host.host_load import FULL, FULL_OF_WRITERS
-from tracewire_engine.worker.block_host.reading import Account
+from tracewire_engine.worker.block_host.reading import MOST_VISITED, Account
 from tracewire_engine.worker.block_host.tenant_hosts import TenantHosts
 
 READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, computes=True), Account()
@@ -69,6 +69,12 @@ def test_blocks_for_which_a_stream_waits_have_hosts_of_their_own() -> None:
     # A later request of a trace has another block.
     taken[0].account = Account(None, computes=True)
     assert take(found, "t", edits, "next") is not taken[0]
+    # A host whose blocks have many locations takes no others.
+    many = Account(None, computes=True, edits=frozenset(map(str, range(MOST_VISITED))))
+    first = take(found, "u", many, "0")
+    first.account = many
+    assert take(found, "u", many, "1") is first
+    assert take(found, "u", edits, "2") is not first
     found, _ = hosts()
     assert take(found, "t", edits, "x") is take(found, "t", WRITES, "y")
 
