@@ -114,13 +114,18 @@ def differences(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     return {"apart": apart, "tokens": same}
 
 
-def main() -> int:
-    """Print the figures; whether they are as they should be."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parsed(doc: str) -> argparse.Namespace:
+    """The options of a program with this docstring: a model, a layer of it, and a runner of vLLM's."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--model", help="a folder; the demo model if there is none")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--model-runner", choices=("auto", "first", "second"), default="auto", help="of vLLM's")
-    figures = anyio.run(run, parser.parse_args())
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Print the figures; whether they are as they should be."""
+    figures = anyio.run(run, parsed(__doc__))
     print(json.dumps(figures, indent=1))
     return 0 if all(one["tokens"] and one["apart"] < 0.05 for one in figures.values()) else 1
 

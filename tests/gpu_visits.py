@@ -15,7 +15,6 @@ Exits with 1 if values are apart, tokens or errors differ from what they should 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 import psutil
 
 import tracewire
+from tests.gpu_later_kinds import parsed
 from tests.gpu_taps import GREEDY, PROMPTS
 from tests.support.engine_inside import engine_inside
 
@@ -171,11 +171,7 @@ async def run(options: Any) -> dict[str, Any]:
 
 def main() -> int:
     """Print the figures; whether they are as they should be."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="a folder; the demo model if there is none")
-    parser.add_argument("--layer", type=int, default=3)
-    parser.add_argument("--model-runner", choices=("auto", "first", "second"), default="auto", help="of vLLM's")
-    figures = anyio.run(run, parser.parse_args())
+    figures = anyio.run(run, parsed(__doc__))
     print(json.dumps(figures))
     good = all(one["tokens"] and one["apart"] < 0.02 for one in figures["blocks"].values())
     broken = sorted(figures["errors"]) == [f"{name}-{place}" for name in sorted(BROKEN) for place in range(4)]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import ChannelClosed, wait_for
+from tracewire_engine.link.host_channel import wait_for
 from tracewire_engine.protocol.block_host import Reply
 
 from .host import BlockHost
-from .report_thread import lost, too_slow
+from .report_thread import lost_by, too_slow
 
 __all__ = ["Patience", "wait_for_replies"]
 
@@ -77,10 +77,8 @@ def wait_for_replies(
         for host in list(waiting):
             try:
                 reply = take(host) if host.calls in ready else None
-            except ChannelClosed:
-                fail(host, lost("", len(host.traces)))
             except Exception as error:  # it costs the host, not the engine
-                fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
+                fail(host, lost_by(error, host))
             else:
                 if reply is not None:
                     replies[host] = reply

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import ChannelClosed
 from tracewire_engine.link.shared_rows import CopiedRows
 from tracewire_engine.protocol.block_host import SOURCE, Reply, Request
 
@@ -22,7 +21,7 @@ from .host import BlockHost
 from .host_replies import Patience, wait_for_replies
 from .rank_link import Edit, edit_of
 from .reading import MOST_VISITED
-from .report_thread import ReportThread, lost
+from .report_thread import ReportThread, lost, lost_by
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep, StageLayout
 from .stream_visits import StreamVisits, Visit
@@ -263,8 +262,7 @@ class HostTurns:
         try:
             turn = host.send(self._names, waits=waits, later=later)
         except Exception as error:  # it costs the host, not the engine
-            why = "" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}"
-            self.fail(host, lost(why, len(host.traces)))
+            self.fail(host, lost_by(error, host))
             return False
         if turn is not None:
             self._reports.send_later(turn)
@@ -306,11 +304,8 @@ class HostTurns:
 
     def fail(self, host: BlockHost, failure: Failure) -> None:
         """End a host that is gone, or of no use any more."""
-        if host.fail(failure):
-            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
         host.drop_untold()
-        host.process.kill()
-        self._reports.lose(host)
+        self._reports.end(host, failure)
 
     def copied(
         self, replies: list[tuple[BlockHost, Reply]]

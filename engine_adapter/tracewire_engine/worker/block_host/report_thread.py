@@ -124,6 +124,13 @@ class ReportThread:
         """End the requests of a host that has ended, with its `failure`."""
         self.do(lambda: self._lose(host))
 
+    def end(self, host: BlockHost, failure: Failure) -> None:
+        """End a host that is gone, or of no use any more, and its requests."""
+        if host.fail(failure):
+            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
+        host.process.kill()
+        self.lose(host)
+
     def finish(self, request: HostedRequest) -> None:
         """Report the end of a request, if its host has ended before it could."""
         self.do(lambda: self._finish(request))
@@ -301,8 +308,7 @@ class ReportThread:
             try:
                 turn.send()
             except Exception as error:  # it costs the host, not the engine
-                why = "" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}"
-                host.fail(lost(why, len(host.traces)))
+                host.fail(lost_by(error, host))
                 self._lose(host)
             finally:
                 host.late_sent += turn.turns
@@ -484,6 +490,11 @@ def too_slow(host: BlockHost, seconds: float, how: str) -> Failure:
         traceback=trace,
         builtin="Exception",
     )
+
+
+def lost_by(error: Exception, host: BlockHost) -> Failure:
+    """The error of the traces of a host with which something could not be done."""
+    return lost("" if isinstance(error, ChannelClosed) else f"{type(error).__name__}: {error}", len(host.traces))
 
 
 def lost(why: str, traces: int = 1) -> Failure:

@@ -29,15 +29,13 @@ from typing import Any
 import msgspec
 import torch
 
-from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.host_channel import ChannelClosed
 from tracewire_engine.link.shared_rows import SharedValueError
 from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.protocol.block_host import Reply, Request, Shape
 
 from .host import BlockHost, LateTurn
 from .host_replies import Patience, wait_for_replies
-from .report_thread import ReportThread, lost
+from .report_thread import ReportThread, lost, lost_by
 from .row_buffer import RowBuffer
 from .staged_step import Fit, Staged, StagedStep
 from .stream_flags import StreamFlags
@@ -296,10 +294,8 @@ class StreamVisits:
             try:
                 turn.send()
                 return True
-            except ChannelClosed:
-                self._fail(host, lost("", len(host.traces)))
             except Exception as error:  # it costs the host, not the engine
-                self._fail(host, lost(f"{type(error).__name__}: {error}", len(host.traces)))
+                self._reports.end(host, lost_by(error, host))
         turn.drop()
         return False
 
@@ -311,7 +307,7 @@ class StreamVisits:
             logger.exception("the hosts of blocks could not be asked")
             for turn in visit.turns:
                 turn.drop()
-                self._fail(turn.host, lost("the engine could not ask it", len(turn.host.traces)))
+                self._reports.end(turn.host, lost("the engine could not ask it", len(turn.host.traces)))
         finally:
             self._flags.release(visit.number)
             self._released_at = time.monotonic()
@@ -323,7 +319,7 @@ class StreamVisits:
         self.usable = False
         logger.error("the GPU has waited for the hosts of blocks in vain; from now on the model's thread waits")
         for turn in visit.turns:
-            self._fail(turn.host, lost("the model has gone on without it", len(turn.host.traces)))
+            self._reports.end(turn.host, lost("the model has gone on without it", len(turn.host.traces)))
 
     def _await_stream(self, visit: Visit) -> None:
         """Wait until the stream has arrived. The first sleep ends before that, by the times of the last visits."""
@@ -348,9 +344,9 @@ class StreamVisits:
             return self._reply(host, marks[host], visit)
 
         def misfit(host: BlockHost, error: Exception) -> None:
-            self._fail(host, lost(str(error), len(host.traces)))
+            self._reports.end(host, lost(str(error), len(host.traces)))
 
-        visit.put(wait_for_replies(list(marks), visit.patience, take, self._fail), misfit)
+        visit.put(wait_for_replies(list(marks), visit.patience, take, self._reports.end), misfit)
 
     def _reply(self, host: BlockHost, mark: int, visit: Visit) -> Reply | None:
         for message in host.calls.arrived():
@@ -373,10 +369,3 @@ class StreamVisits:
             host.worked(host.visited_us)
             host.visited_step, host.visited_us = step, 0
         host.visited_us += used_us
-
-    def _fail(self, host: BlockHost, failure: Failure) -> None:
-        # What no turn has, the model's thread gives up.
-        if host.fail(failure):
-            logger.warning("the host of the blocks of %s has ended: %s", ", ".join(host.traces), failure.message)
-        host.process.kill()
-        self._reports.lose(host)

@@ -243,12 +243,23 @@ def test_hosts_of_another_visit_of_the_step_do_not_end(monkeypatch: pytest.Monke
     vain.close()
 
 
-def test_a_block_that_is_slow_before_it_asks_for_anything_ends_alone(model: Model) -> None:
+# In one host, the calm one has 50 ms when the other has used the step's time: too few on a machine that is very busy.
+@pytest.mark.parametrize("tenant", ["another", pytest.param("", marks=pytest.mark.full)])
+def test_a_block_that_is_slow_before_it_asks_for_anything_ends_alone(model: Model, tenant: str) -> None:
     slow = "n = 0\nfor i in range(10**12):\n    n = i + 1\n" + IN_PLACE
-    _, (calm, late) = model.visits_in(IN_PLACE, slow, steps=2)
-    assert len(saves([calm])[0]) == 2
-    assert late.finish.error.type == "BlockTimeout"
-    assert late.finish.error.line in (2, 3)
+    model.open("calm", IN_PLACE)
+    model.open("slow", slow, tenant=tenant)
+    for index in (0, 1):
+        model.step({"calm": 2 - index, "slow": 2 - index}, index)
+    for name in ("calm", "slow"):
+        model.finish(name, 2)
+    model.wait("calm", "slow")
+    late = model.outcomes["slow"].finish
+    assert len(saves([model.outcomes["calm"]])[0]) == 2
+    assert late is not None
+    assert late.error is not None
+    assert late.error.type == "BlockTimeout"
+    assert late.error.line in (2, 3)
 
 
 def test_only_what_blocks_do_as_a_step_begins_has_the_time_of_a_step(
