@@ -17,7 +17,7 @@ import torch
 from nnsight.intervention.batching import SkipParts
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Event
-from nnsight.intervention.source import Compiled, Source, SourceEnvoy
+from nnsight.intervention.source import Compiled, Source, SourceEnvoy, install_source
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from nnsight.tracing import tracer as nnsight_tracer
 
@@ -39,6 +39,8 @@ from tracewire_engine.worker.large_arrays import LargeArrayBudget
 from tracewire_engine.worker.reporting import StepReporter
 from tracewire_engine.worker.requests import TracedRequests
 from tracewire_engine.worker.traced_model import TracedModel
+
+from .stand_ins import is_stand_in
 
 __all__ = ["HostInterleaver", "HostedModel", "Session"]
 
@@ -71,19 +73,26 @@ class HostedSource(Source):
 
 
 class HostedEnvoy(Envoy):
-    """An envoy of a module that the worker holds: calling it calls the worker's module."""
+    """An envoy of a module that the worker holds: calling it calls the worker's module.
+
+    A module that a block has attached to the tree is the block's own, and runs here.
+    """
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        if not is_stand_in(self._module):
+            return Envoy.__call__(self, *args, hook=hook, **kwargs)
         if hook:
             raise NotImplementedError(
-                "hook=True is not supported by blocks in a process of their own (--blocks host): the modules inside "
-                "run in the engine's worker; call each of them in turn to see its value"
+                "hook=True is not supported for the model's modules by blocks in a process of their own (--blocks "
+                "host): the modules inside run in the engine's worker; call each of them in turn to see its value"
             )
         return self.interleaver.call(self.path, (args, kwargs))
 
     @property
-    def source(self) -> HostedSource:
+    def source(self) -> Source:
         """The operations inside the module, as the worker names them."""
+        if not is_stand_in(self._module):
+            return Source(self, self.path, install_source(self))
         names, lines, text = self._module.fetch(self._module.outline.path, SOURCE)
         return HostedSource(self, self.path, Compiled(_NO_CODE, tuple(names), lines, text))
 
@@ -122,7 +131,9 @@ class HostInterleaver(VLLMInterleaver, BlockServing):
         self.batcher = RowBatcher(None)
 
     def instrument(self, envoy: Any) -> None:
-        """Do nothing: no module runs here."""
+        """Have a module serve its values to blocks, if it runs here."""
+        if not is_stand_in(envoy._module):
+            super().instrument(envoy)
 
     def handle(self, provider: str, value: Any) -> Any:
         # As `DeclaredInterleaver.handle`, which runs beside a model.

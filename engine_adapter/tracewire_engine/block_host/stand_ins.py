@@ -21,7 +21,7 @@ import torch
 
 from tracewire_engine.protocol.block_host import ModuleOutline
 
-__all__ = ["StandInModule", "install_vllm", "tree_of"]
+__all__ = ["StandInModule", "install_vllm", "is_stand_in", "tree_of"]
 
 
 class _VllmFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -148,6 +148,11 @@ class _StandInList(torch.nn.ModuleList):
     def _get_name(self) -> str:
         name: str = self.__dict__["outline"].name
         return name
+
+
+def is_stand_in(module: torch.nn.Module) -> bool:
+    """Whether a module stands for one of the model. A block may have attached others."""
+    return "outline" in vars(module)
 
 
 _KINDS: dict[str, type[torch.nn.Module]] = {"list": _StandInList}

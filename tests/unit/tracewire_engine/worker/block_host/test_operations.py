@@ -38,6 +38,18 @@ BLOCKS = {
     "wrong name": KEPT + "model.model.layers[1].source.torch_relu_0.output\n",
 }
 
+#: A network that the block hangs into the tree, and what it does with it in each step.
+ATTACHED = (
+    "import torch\ntorch.manual_seed(3)\n"
+    "layer = model.model.layers[1]\nlayer.{0} = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())\n"
+    "kept = [].save()\nfor step in tracer.iter[:]:\n    layer.output = layer.{0}(layer.output, hook={1})\n"
+    "    kept.append([layer.{0}.path, str(layer.{0}.source), layer.{0}[1](layer.output).clone()])\n"
+)
+BLOCKS |= {
+    "attaches": ATTACHED.format("adapter", False),
+    "attaches, hook=True": ATTACHED.format("adapter_with_hooks", True),
+}
+
 STEPS = 3
 
 
