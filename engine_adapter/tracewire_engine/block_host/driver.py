@@ -44,8 +44,10 @@ from .told_steps import RepeatedStep, ToldSteps, ValueChanged
 
 __all__ = ["Driver"]
 
-#: How long the first of several steps takes before they are reported one by one, in seconds.
-_SLOW_S = 0.02
+#: How long the first of several steps takes before they are reported one by one, in seconds: what one has saved is
+#: there if the next one's blocks take long. And how long ends of requests take before they are reported, so that others
+#: can go on with them.
+_SLOW_S, _ENDS_S = 0.02, 0.002
 
 #: How many bytes of reports may wait here for the worker while more are made.
 _WAITING = 16 << 20
@@ -199,11 +201,10 @@ class Driver:
                     # What is done when a request begins or ends says nothing of other steps.
                     odd = odd or not usual or isinstance(event, Finished)
                     self._take(event, reply)
-                    over = isinstance(event, (Ended, RepeatedStep))
-                    ended += over
-                    if over and ended < turn.turns and time.monotonic() - began > _SLOW_S:
-                        # If the next step's blocks take long, what this one has saved is there.
-                        self._link.flush(turns + ended, mark, replied=False)
+                    ended += isinstance(event, (Ended, RepeatedStep))
+                    if not turn.waits and _is_due(event, time.monotonic() - began, turn.turns - ended):
+                        self._link.flush(turns + min(ended, turn.turns - 1), mark, replied=False)
+                        began = time.monotonic() if isinstance(event, Finished) else began
             turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
             used_us = (time.thread_time_ns() - worked) // (1000 * max(1, ended)) if not odd else 0
@@ -312,6 +313,19 @@ class Driver:
                 raise _ERRORS.get(kind, RuntimeError)(message)
             assert answer.value is not None
             return unpack_value(answer.value, lambda _, shape: self._given.read(shape), _other)
+
+
+def _is_due(event: Any, seconds: float, left: int) -> bool:
+    """Whether what there is to report is reported behind an event of a turn, and not with all of the turn.
+
+    Args:
+        event: the last one.
+        seconds: since the turn began, or since the last such report.
+        left: how many steps of the turn are not over.
+    """
+    if isinstance(event, Finished):
+        return seconds > _ENDS_S
+    return left > 0 and seconds > _SLOW_S and isinstance(event, (Ended, RepeatedStep))
 
 
 def _limit(settings: HostSettings, *, waits: bool) -> float:

@@ -252,6 +252,8 @@ class Session:
         """End a request, and report it."""
         requests = self._requests
         request, progress = requests.requests.get(finished.id), requests.traced.get(finished.id)
+        if progress is not None:
+            progress.tracker.keeps = finished.keeps
         if request is not None and progress is not None and finished.failure is not None:
             request.error = request.error or finished.failure
             if finished.failed_at is not None and progress.ended_at is None:

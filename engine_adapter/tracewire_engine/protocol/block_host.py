@@ -132,13 +132,15 @@ class Finished(msgspec.Struct, array_like=True, tag="finished"):
     """The scheduler has ended a request.
 
     `tokens` is how many tokens it has, if the scheduler knows it. `failure` is the error of its declared interventions,
-    and `failed_at` the index of the token in whose step it occurred.
+    and `failed_at` the index of the token in whose step it occurred. If it `keeps` what it has saved, no block has
+    changed an array after it was saved.
     """
 
     id: str
     tokens: int | None = None
     failure: Failure | None = None
     failed_at: int | None = None
+    keeps: bool = False
 
 
 class Steered(msgspec.Struct, array_like=True, tag="steered"):

@@ -212,6 +212,8 @@ class SaveTracker:
         #: Whether arrays were sent before they were on the host: their digests are not taken yet.
         self.late = False
         self._names: dict[str, _Shadow] = {}
+        #: Whether the arrays that were saved are known to be as they were when they were saved.
+        self.keeps = False
         #: Saves that cannot travel, by name, with the reason.
         self.errors: dict[str, str] = {}
         #: Names under which a declared intervention of the same request saves.
@@ -398,7 +400,13 @@ class SaveTracker:
         deltas = self.step(saves, host, whole=True, still=True)
         names = self._names
         # The digests of large arrays are taken from their present contents.
-        as_sent = frozenset([name for name, shadow in names.items() if not self.large and _holds_what_was_sent(shadow)])
+        as_sent = frozenset(
+            [
+                name
+                for name, shadow in names.items()
+                if not self.large and _holds_what_was_sent(shadow, keeps=self.keeps)
+            ]
+        )
         # A new copy: the one for a step has the contents of that step.
         local = HostCopy(self._budget.threshold)
         local.prime([value for name, shadow in names.items() if name not in as_sent for value in _values(shadow)])
@@ -769,10 +777,13 @@ def _correct(shadow: _Shadow, path: _Path, now: SaveSnapshot, deltas: list[Delta
     )
 
 
-def _holds_what_was_sent(shadow: _Shadow) -> bool:
-    """Whether a value is a list of arrays in host memory, each with the contents that were sent. Copies nothing."""
+def _holds_what_was_sent(shadow: _Shadow, *, keeps: bool) -> bool:
+    """Whether a value is a list of arrays in host memory, each with the contents that were sent. Copies nothing.
+
+    With `keeps`, the arrays are known to have these contents.
+    """
     return _is_plain_list(shadow) and all(
-        type(leaf.digest) is HostArray and leaf.digest.is_in(leaf.value) for leaf in shadow.shadows
+        type(leaf.digest) is HostArray and (keeps or leaf.digest.is_in(leaf.value)) for leaf in shadow.shadows
     )
 
 

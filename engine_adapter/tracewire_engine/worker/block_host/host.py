@@ -17,6 +17,7 @@ from tracewire_engine.protocol.block_host import (
     Began,
     Ended,
     Event,
+    Finished,
     Reached,
     Repeated,
     Reply,
@@ -70,6 +71,11 @@ class HostedTrace:
         self.idle_since = 0.0
         #: Whether the worker will see no more request of it; and whether all ends of its requests are reported.
         self.complete = self.closed = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether no block of its host changes an array that one of its own has saved."""
+        return self.account.keeps and self.host.reads is not None
 
     @property
     def failure(self) -> Failure | None:
@@ -430,6 +436,7 @@ class BlockHost:
 
     def tell(self, event: Event) -> None:
         """Add an event to the next turn."""
+        self.untrusted.ends += isinstance(event, Finished)
         self._events.append(event)
 
     @property

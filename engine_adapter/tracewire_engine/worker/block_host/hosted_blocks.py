@@ -169,7 +169,7 @@ class HostedBlocks:
             if any(one.id == request_id for one in host.new):
                 # It never was in a step.
                 host.begin([], None)
-            host.tell(Finished(request_id, tokens, failure, failed_at))
+            host.tell(Finished(request_id, tokens, failure, failed_at, trace.keeps))
             self._turns.ending.add(host)
         self._reports.finish(trace.requests[request_id])
         if not any(one in self._of for one in trace.requests):

@@ -166,6 +166,7 @@ class Account:
         assigns: whether they may put another value in the place of one of the model.
         parts: of locations whose values they use as `value[0]` and the like alone, the numbers in the brackets.
         computes: whether they do nothing but compute with values that they have read or made.
+        keeps: whether they change no array in place, so that each one that they save stays as it is.
     """
 
     reads: frozenset[str] | None = None
@@ -173,6 +174,7 @@ class Account:
     edits: frozenset[str] | None = None
     assigns: bool = False
     parts: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    keeps: bool = False
 
     @property
     def locations(self) -> frozenset[str] | None:
@@ -198,7 +200,8 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
     fit = not reader.skips and len(found) <= MOST_EDITED and not any(one.endswith(".input") for one in found)
     edits = found if fit else None
     # What blocks leave of samples is put in their place, as far as it is token ids.
-    return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts)
+    keeps = not reader.writes and not reader.changes
+    return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts, keeps)
 
 
 def _parsed(source: str) -> ast.Module:
@@ -217,6 +220,8 @@ class _Reader:
         self.found: dict[str, set[int] | None] = {}
         #: Whether it may change a value of the model, put another one in its place, or skip a module.
         self.writes = self.assigns = self.skips = False
+        #: Whether it may change an array of its own.
+        self.changes = False
         model, tracer, live = block.parameters
         self._names: dict[str, _Kind] = dict.fromkeys(variables, _VALUE)
         self._names.update({name: _Named(f"module {module}") for name, module in block.modules.items()})
@@ -304,7 +309,7 @@ class _Reader:
                 self._target(target, kind)
         elif isinstance(node, ast.AugAssign):
             self._value(node.value)
-            self._change(node.target)
+            self._change(node)
         elif isinstance(node, ast.For):
             kind = self._items_of(node.iter)
             if isinstance(kind, _Modules) and not kind.several:
@@ -346,14 +351,19 @@ class _Reader:
         else:
             raise _Unknown
 
-    def _change(self, target: ast.expr) -> None:
+    def _change(self, node: ast.AugAssign) -> None:
         """Take an operator such as `+=`."""
+        target = node.target
         if isinstance(target, ast.Name):
             if target.id not in self._assigned or self._names[target.id] is not _VALUE:
                 raise _Unknown
             self.writes |= not self._is_own(target.id, _is_new)
+            counts = isinstance(node.value, ast.Constant) and self._is_own(target.id, _is_constant)
+            self.changes |= not counts and not self._is_own(target.id, _is_container)
         elif isinstance(target, ast.Subscript | ast.Attribute):
             self._put(target)
+            # An item of a list of the block's own may be a value that was read.
+            self.writes = True
         else:
             raise _Unknown
 
@@ -628,6 +638,11 @@ def _is_container(node: ast.expr) -> bool:
     return isinstance(node, _DISPLAYS)
 
 
+def _is_constant(node: ast.expr) -> bool:
+    """Whether an expression is a number or a text."""
+    return isinstance(node, ast.Constant)
+
+
 def _is_new(node: ast.expr) -> bool:
     """Whether an expression makes an object that is no value that was read, nor a part of one."""
     if isinstance(node, ast.Constant | ast.BinOp | ast.Compare | ast.JoinedStr) or _is_container(node):
@@ -654,6 +669,7 @@ def union(found: Iterable[Account]) -> Account:
         joined([one.edits for one in accounts]),
         any(one.assigns for one in accounts),
         _joined_parts(accounts),
+        all(one.keeps for one in accounts),
     )
 
 

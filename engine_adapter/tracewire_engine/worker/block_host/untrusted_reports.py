@@ -75,6 +75,8 @@ class UntrustedReports:
         self._least = min(large or CHUNK_BYTES, CHUNK_BYTES) // 2
         self._reported = self._chunks = self._bytes = 0
         self._ready = False
+        #: How many ends of requests the host was told of. It may report each by itself.
+        self.ends = 0
         #: Deltas that append one array, up to the array's content, by their size. They were checked, and others with
         #: the same head differ in that content alone.
         self._heads: dict[int, bytes] = {}
@@ -91,8 +93,8 @@ class UntrustedReports:
         """
         if isinstance(report, Reported):
             self._reported += 1
-            if self._reported > turns:
-                raise UntrustedReport(f"{self._reported} reports of {turns} turns")
+            if self._reported > turns + self.ends:
+                raise UntrustedReport(f"{self._reported} reports of {turns} turns and {self.ends} ends")
             for step in report.steps:
                 if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
                     raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")

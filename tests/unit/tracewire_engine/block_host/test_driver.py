@@ -194,6 +194,23 @@ def test_if_the_first_step_of_a_turn_takes_long_it_is_reported_before_the_next(m
     assert [(report.turns, report.mark) for report in reports] == [(1, 0), (2, turn.mark)]
 
 
+@pytest.mark.parametrize(("ends_s", "ends"), [(-1.0, [1, 1]), (1000.0, [2])])
+def test_ends_that_take_long_are_reported_before_the_next_ones(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch, ends_s: float, ends: list[int]
+) -> None:
+    """So others can go on with them."""
+    monkeypatch.setattr(driver, "_ENDS_S", ends_s)
+    source = "kept = [].save()\nfor _ in tracer.iter[:]:\n    kept.append(model.model.layers[0].output[0].clone())"
+    began, reached = hosted.reached(source, torch.zeros(2, 4))
+    (first,) = began.new
+    other = "s-00000000"
+    arrived = [first, Arrived(other, first.arguments)]
+    hosted.turn(Began(arrived, [(ID, 1, 0), (other, 1, 0)]), reached, Ended(b""), waits=False)
+    assert len(hosted.reported().steps) == 2
+    hosted.turn(Finished(ID, 1), Finished(other, 1), waits=False)
+    assert [len(hosted.reported().finishes) for _ in ends] == ends
+
+
 def test_a_report_that_is_read_late_arrives_whole_before_the_next_turn(hosted: Hosted) -> None:
     """The kernel does not take all of it at once."""
     began, reached = hosted.reached("import torch\nheld = torch.ones(10_000_000).save()", torch.zeros(2, 4))

@@ -17,7 +17,7 @@ from tracewire_bus.wire.codec import decode_event, encode
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, DecodedOutput, Delta, Final, Manifest, Set
 from tracewire_engine.worker import save_tracker as saves_module
-from tracewire_engine.worker.host_copy import HostCopy
+from tracewire_engine.worker.host_copy import HostArray, HostCopy
 from tracewire_engine.worker.save_tracker import SaveTracker
 
 
@@ -487,6 +487,36 @@ def test_a_list_that_changed_on_its_way_out_comes_back_as_it_was_sent() -> None:
     folded, deltas = block.end(1)
     assert deltas == []
     assert equal(folded, block.held[0])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_arrays_that_are_known_to_be_as_they_were_saved_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    compared: list[torch.Tensor] = []
+    is_in = HostArray.is_in
+
+    def noting(array: HostArray, tensor: torch.Tensor) -> bool:
+        compared.append(tensor)
+        return is_in(array, tensor)
+
+    monkeypatch.setattr(HostArray, "is_in", noting)
+    tracker, kept = SaveTracker(), []
+    for number in range(3):
+        kept.append(torch.full((4,), float(number)))
+        host = HostCopy()
+        host.prime(kept[-1:])
+        tracker.step({"kept": kept}, host)
+    # What came since is found by its identity.
+    kept[1] = torch.ones(4)
+    tracker.keeps = keeps
+    ending = tracker.ending({"kept": kept}, 0, 0)
+    ending.passed = True
+    deltas, (entry,), _ = ending.compare()
+    assert [delta.path for delta in deltas] == [("kept", 1)]
+    assert len(compared) == (0 if keeps else 1)
+    # One of its items has another digest than the adapter knows.
+    assert entry.digest
 
 
 @pytest.mark.parametrize("changed", [None, 0, 7, 19])

@@ -14,6 +14,8 @@ from tracewire_engine.protocol.block_host import (
     Began,
     Ended,
     Event,
+    Finished,
+    Generated,
     Reached,
     Repeated,
     Reply,
@@ -44,11 +46,11 @@ def host(*, reads: bool = False) -> BlockHost:
     return BlockHost(process, ("", reads))
 
 
-def add(one: BlockHost, name: str, reads: set[str] | None) -> HostedTrace:
+def add(one: BlockHost, name: str, reads: set[str] | None, *, keeps: bool = False) -> HostedTrace:
     trace = HostedTrace(name, one, 1)
     assert one.add(trace)
     request = HostedRequest(trace, f"{name}-1", name, 0)
-    account = Account(None if reads is None else frozenset(reads), computes=True)
+    account = Account(None if reads is None else frozenset(reads), computes=True, keeps=keeps)
     one.take_request(request, Arrived(request.id, {}), account)
     return trace
 
@@ -83,6 +85,21 @@ def test_one_block_that_may_write_makes_the_model_wait() -> None:
     assert one.reads is None
     one.drop(trace)
     assert one.reads is None
+
+
+def test_a_trace_keeps_what_it_has_saved_if_no_block_of_its_host_may_write() -> None:
+    one = host(reads=True)
+    first, second = add(one, "first", {"a"}, keeps=True), add(one, "second", {"a"})
+    assert [first.keeps, second.keeps] == [True, False]
+    one.take_request(HostedRequest(second, "second-2", "u", 0), Arrived("second-2", {}), Account())
+    assert [first.keeps, second.keeps] == [False, False]
+
+
+def test_a_host_may_report_each_end_by_itself() -> None:
+    one = host(reads=True)
+    for event in (Finished("t-1"), Finished("t-2"), Generated(b"")):
+        one.tell(event)
+    assert one.untrusted.ends == 2
 
 
 def test_a_host_that_is_retired_takes_no_trace() -> None:

@@ -85,6 +85,7 @@ H = "h = model.model.layers[0].output[0]\n"
         H + "g = (h, 1)\ng[0][:] = 1",
         H + "g = [h]\nfor one in g:\n    one += 1",
         H + "d = {'a': h}\nd['a'][0] = 1",
+        H + "g = [h]\ng[0] += 1",
         "model.model.layers[0].skip(1)",
         "for step in tracer.iter[:]:\n    o = model.lm_head.output\n    model.lm_head.output = (o[0] * 2, o[1])",
         "model.logits[:, 3] = -1e9\nmodel.samples[:] = 7",
@@ -198,7 +199,7 @@ def test_a_block_of_very_many_locations_is_waited_for() -> None:
         "model.layers",
     )
     source = "i = int(live.layer)\nx = model.model.layers[i].output"
-    assert account_of(Block(name="block", source=source), many) == Account(None, computes=True)
+    assert account_of(Block(name="block", source=source), many) == Account(None, computes=True, keeps=True)
 
 
 def test_one_block_that_may_write_decides() -> None:
@@ -206,7 +207,27 @@ def test_one_block_that_may_write_decides() -> None:
     assert union([first, second]) == Account(frozenset("ab"), computes=True)
     assert union([first, Account(None, computes=True)]) == Account(None, computes=True)
     assert union([first, Account()]) == Account()
-    assert union([]) == Account(frozenset(), computes=True, edits=frozenset())
+    assert union([]) == Account(frozenset(), computes=True, edits=frozenset(), keeps=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "keeps"),
+    [
+        ("k = [].save()\nfor step in tracer.iter[:]:\n    k.append(model.model.layers[0].output[0][-1].clone())", True),
+        (H + "n = 0\nfor i in range(3):\n    n += 1\nk = []\nk += [h]\nd = {}\nd[n] = h", True),
+        (H + "n = 0\nn += h.sum()", False),
+        (H + "g = h.clone()\ng += 1", False),
+        (H + "g = h.clone()\ng[0] = 1", False),
+        (H + "g = [h]\ng[0] += 1", False),
+        (H + "g = h.clone().mul_(2)", False),
+        (H + "model.model.layers[0].output = (h * 2, h)", False),
+        (H + "exec('h += 1')", False),
+    ],
+)
+def test_which_blocks_keep_arrays_as_they_saved_them(source: str, keeps: bool) -> None:
+    found = account(source, modules={"torch": "torch"})
+    assert found.keeps == keeps
+    assert union([found, account("pass", modules={})]).keeps == keeps
 
 
 @pytest.mark.parametrize(

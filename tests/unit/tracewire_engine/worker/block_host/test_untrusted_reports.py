@@ -108,10 +108,12 @@ def test_what_is_remembered_of_reports_is_short(length: int, kept: int) -> None:
     assert len(reports._heads) == kept
 
 
-def test_more_reports_than_turns_are_refused() -> None:
+def test_more_reports_than_turns_and_ends_are_refused() -> None:
     reports = UntrustedReports(0)
     reports.check(Reported(), 1)
-    with pytest.raises(UntrustedReport, match="2 reports of 1 turns"):
+    reports.ends = 1
+    reports.check(Reported(), 1)
+    with pytest.raises(UntrustedReport, match="3 reports of 1 turns and 1 ends"):
         reports.check(Reported(), 1)
     reports.check(Ready(), 1)
     with pytest.raises(UntrustedReport):
