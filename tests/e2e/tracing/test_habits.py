@@ -112,6 +112,26 @@ async def test_values_of_all_kinds(model: Model) -> None:
     assert own["scaled"] == 3.0
 
 
+async def test_a_network_hangs_in_the_model_s_tree(model: Model) -> None:
+    """As adapters do in nnsight's documentation."""
+    torch.manual_seed(0)
+    sae = Sae(model.info.hidden_size, 16)
+    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
+        layer = model.model.layers[2]
+        layer.mlp.sae = sae
+        kept = tracewire.save([])
+        for _ in tracer.iter[:]:
+            hidden = layer.mlp.output.float()
+            seen = layer.mlp.sae(hidden, hook=True)
+            kept.append([seen.clone(), sae(hidden), layer.mlp.sae.encoder(hidden).shape[-1], layer.mlp.sae.path])
+    result = await tracer.result()
+    kept = await tracewire.load(result.saves["kept"])
+    assert len(kept) == 3
+    for seen, called, width, path in kept:
+        np.testing.assert_array_equal(seen, called)
+        assert (width, path) == (16, "model.model.layers.2.mlp.sae")
+
+
 async def test_a_network_of_one_s_own_runs_where_the_model_is(client: Client, model: Model) -> None:
     """In both forms; its weights are large arrays, which travel beside the submission."""
     torch.manual_seed(0)
