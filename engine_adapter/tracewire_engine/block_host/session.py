@@ -78,6 +78,16 @@ class HostedEnvoy(Envoy):
     A module that a block has attached to the tree is the block's own, and runs here.
     """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        attached = isinstance(value, torch.nn.Module) and not name.startswith("_")
+        held = self._module._modules.get(name) if attached else None
+        if held is not None and is_stand_in(held):
+            raise NotImplementedError(
+                f"{self.path}.{name} is a module of the model: a block in a process of its own (--blocks host) cannot "
+                "put another one in its place; assign to its output instead"
+            )
+        Envoy.__setattr__(self, name, value)
+
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         if not is_stand_in(self._module):
             return Envoy.__call__(self, *args, hook=hook, **kwargs)
@@ -111,6 +121,7 @@ class HostedModel(TracedModel):
         """The worker's tokenizer, as a copy."""
         return self._module.tokenizer
 
+    __setattr__ = HostedEnvoy.__setattr__
     __call__ = HostedEnvoy.__call__
     source = HostedEnvoy.source
 

@@ -152,7 +152,7 @@ class _StandInList(torch.nn.ModuleList):
 
 def is_stand_in(module: torch.nn.Module) -> bool:
     """Whether a module stands for one of the model. A block may have attached others."""
-    return "outline" in vars(module)
+    return isinstance(vars(module).get("outline"), ModuleOutline)
 
 
 _KINDS: dict[str, type[torch.nn.Module]] = {"list": _StandInList}

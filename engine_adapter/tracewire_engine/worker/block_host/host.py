@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -303,7 +304,9 @@ class BlockHost:
         return [trace.account.reads for trace in list(self.traces.values())]
 
     def _join_reads(self) -> None:
-        self.account = union([trace.account for trace in self.traces.values()])
+        known = union([trace.account for trace in self.traces.values()])
+        # What other blocks have done here stays, such as a network in the model's tree.
+        self.account = known if self.account.computes else replace(known, computes=False)
         # Once it is `None` it stays so, since a reply's account of what its blocks wait for is of all of its traces.
         self.reads = None if self.reads is None else self.account.reads
         if self.reads is not None:

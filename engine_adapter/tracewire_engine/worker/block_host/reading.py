@@ -90,8 +90,9 @@ _FUNCTIONS = _NEW | _words(
     corrcoef cov trace
     """
 )
-#: How many positional arguments of functions do no more than choose: another one may say to work in place.
-_POSITIONAL = {"relu": 1, "silu": 1, "gelu": 1, "normalize": 4}
+#: How many positional arguments of functions do no more than choose: another one may say to work in place, or where the
+#: result goes.
+_POSITIONAL = {"relu": 1, "silu": 1, "gelu": 1, "normalize": 4, "norm": 4}
 _TORCH_MODULES = frozenset({"nn", "functional", "linalg", "special"})
 
 #: Attributes that are no method.
@@ -282,7 +283,7 @@ class _Reader:
         used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
         looped = [node.id for node in loops if isinstance(node, ast.Name)]
         self._lists = {name: held for name, held in self._lists.items() if used.count(name) == looped.count(name)}
-        if not self._given.isdisjoint(self._assigned) or not _BUILTINS.isdisjoint(self._assigned):
+        if not self._given.isdisjoint(self._assigned) or not _BUILTINS.isdisjoint(self._given | self._assigned.keys()):
             raise _Unknown
         for name in self._assigned:
             self._names[name] = _VALUE

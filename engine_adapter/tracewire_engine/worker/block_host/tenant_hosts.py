@@ -80,8 +80,8 @@ def _load(host: BlockHost) -> float:
 
 
 def _is_open(host: BlockHost, reads: bool, edits: frozenset[str] | None) -> bool:
-    """Whether a host takes more traces. One that a trace has joined whose blocks may write after all takes none."""
-    usable = host.failure is None and not host.retired and (host.reads is not None) == reads
+    """Whether a host takes more traces. One in which other blocks than such have run takes none: a later request's."""
+    usable = host.failure is None and not host.retired and (host.reads is not None) == reads and host.account.computes
     if edits is not None:
         known = host.account.edits
         usable = usable and known is not None and len(known | edits) <= MOST_VISITED

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tracewire_engine.block_host.stand_ins import RequestOutput, tree_of
+from tracewire_engine.block_host.stand_ins import RequestOutput, is_stand_in, tree_of
 from tracewire_engine.protocol.block_host import ModuleOutline
 
 OUTLINES = [
@@ -18,6 +18,14 @@ OUTLINES = [
     ModuleOutline("embed", "Embedding"),
     ModuleOutline("head", "Embedding", same="embed"),
 ]
+
+
+def test_a_network_of_a_block_is_no_stand_in() -> None:
+    tree = tree_of(OUTLINES, lambda *_: None)
+    assert all(map(is_stand_in, tree.modules()))
+    network = torch.nn.Identity()
+    network.outline = "of its own"  # type: ignore[assignment]
+    assert not is_stand_in(network)
 
 
 def test_a_tree_of_stand_ins_looks_like_the_model() -> None:

@@ -95,6 +95,16 @@ def test_a_trace_keeps_what_it_has_saved_if_no_block_of_its_host_may_write() -> 
     assert [first.keeps, second.keeps] == [False, False]
 
 
+def test_what_a_block_may_have_done_in_a_host_counts_when_its_trace_is_over() -> None:
+    one = host()
+    trace = add(one, "t", None)
+    assert one.account.computes
+    one.take_request(HostedRequest(trace, "t-2", "u", 0), Arrived("t-2", {}), Account())
+    one.drop(trace)
+    add(one, "later", None)
+    assert not one.account.computes
+
+
 def test_a_host_may_report_each_end_by_itself() -> None:
     one = host(reads=True)
     for event in (Finished("t-1"), Finished("t-2"), Generated(b"")):

@@ -154,6 +154,15 @@ REFUSED: dict[str, Callable[[str], bool]] = {
 }
 
 
+def test_a_module_of_the_model_is_not_replaced(served: OperationsModel) -> None:
+    (kind, said, at), _ = served.hosted(
+        "import torch\nmodel.model.norm = torch.nn.Identity()\nmodel.model.norm.output\n"
+    )
+    assert (kind, at) == ("NotImplementedError", 2)
+    assert "model.norm is a module of the model" in said
+    assert "assign to its output" in said
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_is_refused_says_what_to_do(line: str, served: OperationsModel) -> None:
     (kind, said, at), _ = served.hosted(KEPT + line + "\n")

@@ -107,6 +107,7 @@ def test_blocks_that_write_and_only_compute(source: str) -> None:
         H + "F.relu(h, True)",
         H + "F.relu(h, inplace=True)",
         H + "F.normalize(h, 2, 1, 1e-12, h)",
+        H + "torch.norm(h, 2, 0, False, h[-1])",
         H + "torch.relu_(h)",
         H + "h.numpy()[:] = 1",
         H + "h.__setitem__(0, 1)",
@@ -158,6 +159,11 @@ def test_blocks_that_write_and_only_compute(source: str) -> None:
 )
 def test_blocks_of_which_nothing_is_certain(source: str) -> None:
     assert account(source, modules={"torch": "torch", "F": "torch"}) == Account()
+
+
+def test_a_block_s_own_things_may_have_the_names_of_python_s() -> None:
+    assert account("sum(model.logits)", modules={}, paths={"sum": "model.layers.1"}) == Account()
+    assert account("x = max", modules={}, variables=pack({"max": 3})) == Account()
 
 
 def test_what_comes_with_a_block_counts() -> None:

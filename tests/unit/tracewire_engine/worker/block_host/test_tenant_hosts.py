@@ -79,6 +79,14 @@ def test_blocks_for_which_a_stream_waits_have_hosts_of_their_own() -> None:
     assert take(found, "t", edits, "x") is take(found, "t", WRITES, "y")
 
 
+def test_a_host_in_which_a_block_of_another_kind_has_run_takes_no_trace() -> None:
+    """It may have hung a network into the model's tree."""
+    found, _ = hosts()
+    first = take(found, "t", WRITES, "first")
+    first.account = Account()
+    assert take(found, "t", WRITES, "next") is not first
+
+
 def fill(found: TenantHosts, reads: frozenset[str] | None, used_us: int, traces: int) -> list[int]:
     """How many traces each of a tenant's hosts has in the end, if a step of a host takes so long for each trace."""
     counts: dict[int, int] = {}
