@@ -193,7 +193,8 @@ async def test_a_killed_supervisor_leaves_no_process(client: Client, ranks: Serv
     assert not alive
     await trace.aclose()
     async with Bus.open(ranks.url) as bus:
-        # No lie on the stream: nobody said that the trace had ended.
         last = await bus.tail_id(trace.id)
-    assert last is not None
-    assert last.startswith("1-")
+    # No lie on the stream: the trace has not ended, or the adapter has outlived vLLM for long enough to say so.
+    if not last.startswith("1-"):
+        with pytest.raises(tracewire.EngineLost):
+            await client.subscribe(trace.id).result()

@@ -152,7 +152,7 @@ async def test_forks_leave_at_their_token(client: Client, model: Model) -> None:
         original = recording.state().token_ids
         # Behind the changes of the recording, which a fork does not have. On a busy machine they come late.
         alphas = schedule_of(items, 0.0, TOKENS)
-        at = max(30, *[index for index in range(1, TOKENS) if alphas[index] != alphas[index - 1]])
+        at = max(30, *[index + 1 for index in range(1, TOKENS) if alphas[index] != alphas[index - 1]])
         # Siblings share a batch, whose sums a CPU adds up in another order.
         async with await client.fork(recording, [{}], at=at) as alone:
             (itself,) = await alone.results()
