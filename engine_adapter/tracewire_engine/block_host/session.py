@@ -17,7 +17,7 @@ import torch
 from nnsight.intervention.batching import SkipParts
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Event
-from nnsight.intervention.source import Compiled, Source, SourceEnvoy, install_source
+from nnsight.intervention.source import Compiled, Source, SourceEnvoy
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from nnsight.tracing import tracer as nnsight_tracer
 
@@ -102,7 +102,8 @@ class HostedEnvoy(Envoy):
     def source(self) -> Source:
         """The operations inside the module, as the worker names them."""
         if not is_stand_in(self._module):
-            return Source(self, self.path, install_source(self))
+            found: Source = Envoy.source.__get__(self)
+            return found
         names, lines, text = self._module.fetch(self._module.outline.path, SOURCE)
         return HostedSource(self, self.path, Compiled(_NO_CODE, tuple(names), lines, text))
 
