@@ -92,6 +92,31 @@ def writing(model, tracer, live, layers):
 
 
 @tracewire.intervention
+def deciding(model, tracer, live, layers):
+    """As `writing`, but only the values say whether a layer's output is scaled: it always is."""
+    kept = [].save()
+    for _ in tracer.iter[:]:
+        for layer in layers:
+            stream = model.model.layers[layer].output[0]
+            if stream[-1, 0] < 1e9:
+                stream[:] = stream * 1.01
+            kept.append(stream[-1].clone())
+
+
+@tracewire.intervention
+def directed(model, tracer, live, layers, direction):
+    """A direction removed from some layers' outputs, and the last position of each kept."""
+    kept = [].save()
+    unit = direction / direction.norm()
+    for _ in tracer.iter[:]:
+        for layer in layers:
+            stream = model.residual(layer).output
+            along = (stream.float() @ unit)[:, None]
+            stream[:] = stream - along * unit
+            kept.append(stream[-1].clone())
+
+
+@tracewire.intervention
 def topk(model, tracer, live):
     """The five likeliest tokens, each step."""
     kept = [].save()
@@ -105,14 +130,20 @@ def prompt(model, tracer, live, layer):
     kept = model.model.layers[layer].output[0].clone().save()
 
 
-def block_of(workload: dict[str, Any]) -> Any:
+def block_of(workload: dict[str, Any], model: tracewire.Model) -> Any:
     """The block of a workload, or none."""
     return {
         "last": lambda: last(layers=workload["layers"]),
         "writing": lambda: writing(layers=workload["layers"]),
+        "deciding": lambda: deciding(layers=workload["layers"]),
+        "directed": lambda: directed(layers=workload["layers"], direction=_direction(model.info.hidden_size)),
         "topk": lambda: topk,
         "prompt": lambda: prompt(layer=workload["layers"][0]),
     }.get(workload["saves"], lambda: None)()
+
+
+def _direction(hidden: int) -> Any:
+    return np.linspace(-1, 1, hidden, dtype=np.float32)
 
 
 #: What kinds need, by the model's name and the layer.
@@ -214,10 +245,9 @@ async def tracewire_round(
     firsts: list[float] = []
     #: When the last trace was submitted, the first and the last output came, and the last fold was verified.
     marks = dict.fromkeys(("submitted", "first_output", "last_output", "verified"), 0.0)
-    block = block_of(workload)
     async with nullcontext(kept) if kept is not None else tracewire.connect(url) as client:
         model = await client.models.get(name, timeout=60)
-        declared = declared_of(workload, model)
+        block, declared = block_of(workload, model), declared_of(workload, model)
         began, began_at = time.perf_counter(), time.time()
 
         async def one(token_ids: list[int]) -> None:

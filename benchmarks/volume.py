@@ -1,14 +1,18 @@
 """How the cost of watching grows with volume: requests, layers, and the way in which values are read.
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
-        [--ways block writing declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER] [--quick] [--json]
-        [--adapters N] [--subscribers N] [--blocks host] [--model-runner second]
+        [--ways block writing directed deciding declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER]
+        [--quick] [--json] [--adapters N] [--subscribers N] [--blocks host] [--model-runner second]
 
 For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
 
 - *block*: a block appends the last position of each layer to a list, in every step; with `--blocks host`, in a process
   of its own;
 - *writing*, if it is asked for: a block scales the output of each layer, and appends its last position;
+- *directed*, if it is asked for: a block removes a direction from the residual stream of each layer, and appends the
+  last position;
+- *deciding*, if it is asked for: as *writing*, but only the values say whether an output is scaled, so that the model
+  waits for the block in any case;
 - *declared*: a `Probe` of each layer reads the same;
 - *steered*: each layer has a probe with a vector, and a vector is added to it;
 - *none*: requests without interventions, over the bus.
@@ -58,7 +62,9 @@ from benchmarks.side_by_side import (
 )
 
 #: What a workload saves, by way.
-SAVES = {"block": "last", "declared": "declared:last", "steered": "steered", "none": "none", "writing": "writing"}
+SAVES = {"block": "last", "declared": "declared:last", "steered": "steered", "none": "none"} | {
+    way: way for way in ("writing", "directed", "deciding")
+}
 #: Bytes of the entries by which Redis's limit is measured.
 ENTRIES = (512, 4096, 65536)
 #: How many bytes of a stream are kept while that limit is measured.

@@ -68,6 +68,35 @@ def late(model, tracer, live, layer):
 
 
 @tracewire.intervention
+def adds(model, tracer, live, layer, vector):
+    found = [].save()
+    for _ in tracer.iter[:]:
+        hidden = model.model.layers[layer].output[0]
+        hidden += vector.to(hidden.dtype) * 0.5
+        found.append(hidden[-1].float().clone())
+
+
+@tracewire.intervention
+def directed(model, tracer, live, layer, vector):
+    found = [].save()
+    unit = vector / vector.norm()
+    for _ in tracer.iter[2:9]:
+        stream = model.residual(layer).output
+        stream[:] = stream - (stream.float() @ unit)[:, None] * unit
+        found.append(model.residual(layer + 1).output[-1].float().clone())
+
+
+@tracewire.intervention
+def decides(model, tracer, live, layer):
+    found = [].save()
+    for _ in tracer.iter[:]:
+        hidden = model.model.layers[layer].output[0]
+        if hidden[-1, 0] < 1e9:
+            hidden[:] *= 1.05
+        found.append(hidden[-1].float().clone())
+
+
+@tracewire.intervention
 def only_reads(model, tracer, live, layer):
     found = [].save()
     for _ in tracer.iter[:]:
@@ -90,7 +119,9 @@ def never_ends(model, tracer, live, layer):
                 number + 1
 
 
-BLOCKS = {one.__name__: one for one in (in_place, assigned, stream, late, only_reads)}
+BLOCKS = {one.__name__: one for one in (in_place, assigned, stream, late, only_reads, adds, directed, decides)}
+#: Those with a vector. What they write the worker does, as for `in_place` and `stream`: no stream waits for them.
+VECTOR = {"adds", "directed"}
 BROKEN = {"fails": fails, "never_ends": never_ends}
 
 
@@ -115,9 +146,11 @@ async def on(options: Any, blocks: str) -> dict[str, Any]:
     inside = engine_inside(model=options.model, check_collect=False, taps=["model.layers.*.output"], **given)
     async with inside as (_, url), tracewire.connect(url) as client:
         model = await client.models.get("demo", timeout=60)
+        vector = np.linspace(-1, 1, model.info.hidden_size, dtype=np.float32)
 
         async def one(key: str, block: Any, place: int) -> None:
-            work = block(layer=options.layer)
+            more = {"vector": vector + place} if block.name in VECTOR else {}
+            work = block(layer=options.layer, **more)
             try:
                 async with client.trace(model, PROMPTS[place], block=work, max_tokens=STEPS, **GREEDY) as trace:
                     results[key] = await trace.result()

@@ -21,6 +21,7 @@ from tracewire_bus.wire.packing import decoder
 from tracewire_engine.protocol.block_host import HostSettings
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.worker.block_host.accounts import Accounts
 from tracewire_engine.worker.block_host.earlier_stages import EarlierStages
 from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 from tracewire_engine.worker.block_host.pool import HostPool
@@ -105,7 +106,8 @@ class _Request:
 class HostedModel:
     """A model with two tokens a prompt, and all that a worker has for blocks in hosts.
 
-    With `visits`, its thread does as the stream of a GPU (`stream_visits.py`).
+    With `visits`, its thread does as the stream of a GPU (`stream_visits.py`). With `known_edits`, the worker does what
+    blocks write where their source shows that (`known_edits.py`), and does not wait for them.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class HostedModel:
         earlier: EarlierStages | None = None,
         most_hosts: int | None = None,
         visits: bool = False,
+        known_edits: bool = False,
     ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
@@ -132,6 +135,8 @@ class HostedModel:
         self.visits = StreamVisits(self.flags, self.reports) if visits else None
         paths = ModelPaths(settings.modules, settings.layers)
         self.hosts = HostedBlocks(self.envoy, paths, self.pool, self.reports, step_s, others, earlier, self.visits)
+        if not known_edits:
+            self.hosts._accounts = Accounts(paths)
         if most_hosts is not None:
             self.hosts._hosts._most = most_hosts
         self.outcomes: dict[str, Outcome] = {}

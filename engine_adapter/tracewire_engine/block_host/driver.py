@@ -38,6 +38,7 @@ from tracewire_engine.protocol.messages import FinishRecord, Report
 from tracewire_engine.worker.blocks import save_marks, time_limit
 from tracewire_engine.worker.large_arrays import encode
 
+from .expected_value import ExpectedValue, same_bits
 from .session import Session
 from .stand_ins import tree_of
 from .told_steps import RepeatedStep, ToldSteps, ValueChanged
@@ -244,7 +245,11 @@ class Driver:
     def _repeat(self, step: RepeatedStep) -> None:
         session = self._session
         session.begin(step.began)
-        for reached, value in step.values(self._given, _other):
+
+        def expect(reached: Reached, value: Any) -> ExpectedValue | None:
+            return session.expected(reached.location, value, by_request=reached.by_request)
+
+        for reached, value in step.values(self._given, _other, expect):
             self._count(reached.passed)
             if session.reach(reached.location, value, by_request=reached.by_request) is not value:
                 raise ValueChanged
@@ -264,11 +269,13 @@ class Driver:
             return tensor
 
         value = unpack_value(event.value, read, _other)
+        expected = self._session.expected(event.location, value, by_request=event.by_request)
         left = self._session.reach(event.location, value, by_request=event.by_request)
         self._returned.reset()
         reply.edited, reply.replaced = [], None
         for index, (tensor, shape) in enumerate(served):
-            if not self._given.equals(tensor, shape):
+            known = None if expected is None else expected.of(tensor)
+            if not (self._given.equals(tensor, shape) if known is None else same_bits(tensor, known)):
                 reply.edited.append((index, self._share(tensor)))
         if left is not value:
             reply.replaced = pack_value(left, self._share, _number)

@@ -29,6 +29,8 @@ from tracewire_engine.protocol.block_host import (
     Wait,
 )
 from tracewire_engine.protocol.permits import CheckedPermits
+from tracewire_engine.worker.block_host.accounts import known_leaves
+from tracewire_engine.worker.block_host.edit_runs import EditRuns
 from tracewire_engine.worker.blocks import time_limit
 from tracewire_engine.worker.blocks.batched_serving import BlockServing, RowBatcher
 from tracewire_engine.worker.blocks.compiler import BlockCache
@@ -40,6 +42,7 @@ from tracewire_engine.worker.reporting import StepReporter
 from tracewire_engine.worker.requests import TracedRequests
 from tracewire_engine.worker.traced_model import TracedModel
 
+from .expected_value import ExpectedValue
 from .stand_ins import is_stand_in
 
 __all__ = ["HostInterleaver", "HostedModel", "Session"]
@@ -202,7 +205,9 @@ class Session:
         self._requests.encoders = self.interleaver.encoders
         self._reporter = StepReporter(link, blobs, self._requests, lambda values: None)
         self._finisher = RequestFinisher(self._requests, self._reporter)
-        #: Failures of declared interventions of ended requests, by the scheduler's id.
+        #: What blocks write which the model does not wait for.
+        self._edits = EditRuns(cpu, sums=settings.sums)
+        #: Whether the step has come to values with a row for each request.
         self._by_request = False
 
     # --- what the worker tells ----------------------------------------------------------------------------------------
@@ -220,14 +225,46 @@ class Session:
         new = [_new(one.id, one.arguments) for one in began.new]
         requests.add(new)
         for one in began.new:
+            if one.edits:
+                self._edits.open(one.id, one.edits, known_leaves(one.arguments, one.edits))
             if one.reserved and one.id in requests.traced:
                 requests.traced[one.id].tracker.reserved = frozenset(one.reserved)
         requests.scope(self.model, [(name, tokens) for name, tokens, _ in began.spans])
         indices = {name: index for name, _, index in began.spans}
         requests.advance(indices)
+        layout = [(name, tokens) for name, tokens, _ in began.spans]
+        self._edits.begin(layout, lambda: layout)
         interleaver.handle(LIVE, None)
         for request_id, progress in requests.traced.items():
             progress.index = indices.get(request_id, -1)
+
+    def expected(self, location: str, value: Any, *, by_request: bool) -> ExpectedValue | None:
+        """What the model goes on with behind a location that it has reached, if blocks change its value.
+
+        Args:
+            location: where the blocks are about to be served.
+            value: which they are served.
+            by_request: as for `reach`.
+        """
+        tensors = value if type(value) is tuple else (value,)
+        copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in tensors]
+        if not self._edits.apply(location, tuple(copies) if type(value) is tuple else copies[0], by_request=by_request):
+            return None
+
+        def leave(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+            # What a block has come to that has failed, or was interrupted, says nothing.
+            left, wanted = (
+                self._edits.rows_of(one, by_request=by_request, over=self._is_over) for one in (tensor, copy)
+            )
+            for rows, ours in zip(left, wanted, strict=True):
+                ours.copy_(rows)
+
+        pairs = zip(tensors, copies, strict=True)
+        return ExpectedValue([(one, copy) for one, copy in pairs if isinstance(one, torch.Tensor)], leave)
+
+    def _is_over(self, name: str) -> bool:
+        request = self._requests.requests.get(name)
+        return request is None or request.mediator is None or not request.mediator.alive
 
     def reach(self, location: str, value: Any, *, by_request: bool) -> Any:
         """Serve a location that the model has reached. Returns the value as the blocks leave it."""
@@ -270,6 +307,7 @@ class Session:
             request.error = request.error or finished.failure
             if finished.failed_at is not None and progress.ended_at is None:
                 progress.ended_at = finished.failed_at
+        self._edits.discard(finished.id)
         tokens = {} if finished.tokens is None else {finished.id: finished.tokens}
         self._finisher.finish_requests({finished.id}, tokens)
         self._reporter.send(wait=True)

@@ -11,6 +11,8 @@ import torch
 from tracewire_engine.link.shared_rows import OPAQUE, RowMemory, size_of, tensors_alone, unpack_value
 from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape
 
+from .expected_value import ExpectedValue, same_bits
+
 __all__ = ["RepeatedStep", "ToldSteps", "ValueChanged"]
 
 #: How many tensors one copy brings at most, and of how many bytes together, unless one has more. A block that keeps one
@@ -71,41 +73,75 @@ class RepeatedStep:
         self._start = start
         return self
 
-    def values(self, memory: RowMemory, other: Callable[[Any], Any]) -> Iterator[tuple[Reached, Any]]:
+    def values(
+        self,
+        memory: RowMemory,
+        other: Callable[[Any], Any],
+        expect: Callable[[Reached, Any], ExpectedValue | None] = lambda *_: None,
+    ) -> Iterator[tuple[Reached, Any]]:
         """The step's values, each to be served before the next one is asked for.
 
         Args:
             memory: where the rows are.
             other: as `unpack_value` takes it.
+            expect: is given each value before it is served. Returns what the worker leaves of it.
 
         Raises:
-            ValueChanged: a value that was served has changed.
+            ValueChanged: a value that was served has changed, and is not as the worker leaves it.
         """
         further = self._start - self._first
         tensors: list[torch.Tensor] = []
-        copied: list[tuple[torch.Tensor, Shape]] = []
+        copied: list[tuple[torch.Tensor, Shape, list[torch.Tensor]]] = []
+        expected: list[tuple[torch.Tensor, torch.Tensor]] = []
         for reached, kind, copies, ends in self._values:
             for dtype, shape, start in copies:
                 there = Shape(dtype, shape, start + further)
                 copy = memory.read(there)
-                copied.append((copy, there))
-                tensors += copy.unbind(0)
+                parts = list(copy.unbind(0))
+                copied.append((copy, there, parts))
+                tensors += parts
             count = len(reached.value.tensors)
             own, tensors = tensors[:count], tensors[count:]
-            if kind == "tensor":
-                yield reached, own[0]
-            elif kind == "tuple":
-                yield reached, tuple(own)
-            elif kind == "parts":
-                rest, items = iter(own), reached.value.skeleton[1:]
-                yield reached, tuple([other(item[1]) if item[0] == OPAQUE else next(rest) for item in items])
-            else:
-                yield reached, unpack_value(reached.value, partial(_taken, own), other)
+            value = _value_of(reached, kind, own, other)
+            known = expect(reached, value)
+            yield reached, value
+            if known is not None:
+                expected += [(one, left) for one in own if (left := known.of(one)) is not None]
             if ends:
-                for copy, there in copied:
-                    if not memory.equals(copy, there):
+                for copy, there, parts in copied:
+                    if not _is_as_expected(memory, copy, there, parts, expected):
                         raise ValueChanged
                 copied.clear()
+                expected.clear()
+
+
+def _value_of(reached: Reached, kind: str, own: list[torch.Tensor], other: Callable[[Any], Any]) -> Any:
+    """A value that is served, made of its tensors."""
+    if kind == "tensor":
+        return own[0]
+    if kind == "tuple":
+        return tuple(own)
+    if kind == "parts":
+        rest, items = iter(own), reached.value.skeleton[1:]
+        return tuple([other(item[1]) if item[0] == OPAQUE else next(rest) for item in items])
+    return unpack_value(reached.value, partial(_taken, own), other)
+
+
+def _is_as_expected(
+    memory: RowMemory,
+    copy: torch.Tensor,
+    there: Shape,
+    parts: list[torch.Tensor],
+    expected: list[tuple[torch.Tensor, torch.Tensor]],
+) -> bool:
+    """Whether a copy is as it was, but for the parts of which others are expected."""
+    known = [(place, left) for place, part in enumerate(parts) for one, left in expected if one is part]
+    if not known:
+        return memory.equals(copy, there)
+    wanted = memory.read(there)
+    for place, left in known:
+        wanted[place] = left
+    return same_bits(copy, wanted)
 
 
 class ToldSteps:

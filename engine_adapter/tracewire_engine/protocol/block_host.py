@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tracewire_bus.wire.messages import Failure
 
+from .known_edits import Edit
 from .messages import FinishRecord, StepRecord
 
 __all__ = [
@@ -79,12 +80,14 @@ class Shared(msgspec.Struct, array_like=True):
 class Arrived(msgspec.Struct, array_like=True):
     """A request that is new to the worker. `arguments` are those of its `extra_args` for blocks.
 
-    `reserved` are the names under which its declared interventions save.
+    `reserved` are the names under which its declared interventions save. `edits` are what its block writes, if the
+    worker does that without the host.
     """
 
     id: str
     arguments: dict[str, Any]
     reserved: list[str] = []
+    edits: list[Edit] = []
 
 
 class Began(msgspec.Struct, array_like=True, tag="began"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,11 +13,14 @@ from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG
+from tracewire_engine.protocol.known_edits import Edit
 from tracewire_engine.protocol.messages import EditBlock
 
+from .edit_runs import UnfitLeaf, leaves_of
+from .known_edits import edits_of
 from .reading import Account, ModelPaths, account_of, union
 
-__all__ = ["Accounts", "has_files"]
+__all__ = ["Accounts", "encoded_blocks", "has_files", "known_leaves"]
 
 _block = msgspec.msgpack.Decoder(Block)
 _edits = msgspec.msgpack.Decoder(list[EditBlock])
@@ -27,27 +31,73 @@ class Accounts:
 
     Args:
         paths: of the model's modules.
+        edits: whether the worker does what blocks write where their source shows that. Such blocks then count as ones
+            that only read.
     """
 
-    def __init__(self, paths: ModelPaths) -> None:
-        self._paths = paths
+    def __init__(self, paths: ModelPaths, *, edits: bool = False) -> None:
+        self._paths, self._edits = paths, edits
+        #: The locations whose edits are left to the blocks.
+        self._unfit: set[str] = set()
         self._account_of = lru_cache(256)(self._read)
 
     def of(self, arguments: dict[str, Any]) -> Account:
         """What is certain of a request's blocks. `arguments` are those of its `extra_args` for blocks."""
         try:
-            blocks = [_edits.decode(arguments[EDITS_ARG])] if EDITS_ARG in arguments else []
-            encoded = [bytes(edit.block) for edits in blocks for edit in edits]
-            encoded += [arguments[BLOCK_ARG]] if BLOCK_ARG in arguments else []
-            return union(map(self._account_of, encoded))
+            encoded = encoded_blocks(arguments)
+            accounts = list(map(self._account_of, encoded))
         except msgspec.DecodeError:
             # The host finds the same, and reports it.
             return Account()
+        if len(accounts) != 1 or accounts[0].known is None:
+            # What several blocks of a request do depends on each other.
+            return union(accounts)
+        (account,) = accounts
+        assert account.known is not None
+        if any(edit.location in self._unfit for edit in account.known):
+            return replace(account, known=None)
+        return replace(account, reads=account.asks)
+
+    def leave(self, location: str) -> None:
+        """Leave edits of a location to the blocks from now on."""
+        self._unfit.add(location)
 
     def _read(self, encoded: bytes) -> Account:
-        account = account_of(_block.decode(encoded), self._paths)
+        block = _block.decode(encoded)
+        account = account_of(block, self._paths)
         # A host asks for large variables when it takes the block, and none else shall wait for that.
-        return replace(account, computes=False, edits=None) if _names_files(encoded) else account
+        if _names_files(encoded):
+            return replace(account, computes=False, edits=None)
+        if self._edits and account.computes and account.reads is None and account.asks is not None:
+            return replace(account, known=_known(block, self._paths))
+        return account
+
+
+def _known(block: Block, paths: ModelPaths) -> tuple[Edit, ...] | None:
+    """All that a block writes, if its source and its variables show it."""
+    edits = edits_of(block, paths)
+    try:
+        leaves_of(block.variables, edits or ())
+    except UnfitLeaf:
+        return None
+    return None if edits is None else tuple(edits)
+
+
+def encoded_blocks(arguments: dict[str, Any]) -> list[bytes]:
+    """The encoded blocks of a request: standing interventions, then its own.
+
+    Raises:
+        msgspec.DecodeError: they are not what an adapter sends.
+    """
+    blocks = [_edits.decode(arguments[EDITS_ARG])] if EDITS_ARG in arguments else []
+    encoded = [bytes(edit.block) for edits in blocks for edit in edits]
+    return encoded + ([arguments[BLOCK_ARG]] if BLOCK_ARG in arguments else [])
+
+
+def known_leaves(arguments: dict[str, Any], edits: Sequence[Edit]) -> list[Any]:
+    """The values of the leaves of a request's edits (see `leaves_of`), of which its only block has the variables."""
+    (encoded,) = encoded_blocks(arguments)
+    return leaves_of(_block.decode(encoded).variables, edits)
 
 
 def has_files(arguments: dict[str, Any]) -> bool:

@@ -17,21 +17,22 @@ import torch
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
-from tracewire_engine.protocol.block_host import SOURCE, Arrived, Finished, Generated, Reply, Steered
+from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
 from tracewire_engine.worker.request_book import token_index
 
-from .accounts import Accounts, has_files
+from .accounts import Accounts, has_files, known_leaves
 from .earlier_stages import EarlierStages
+from .edit_runs import EditRuns
 from .host import BlockHost, HostedRequest, HostedTrace
-from .host_turns import HostTurns, parts_of
+from .host_turns import HostTurns
 from .left_values import Left, merged
 from .pool import HostPool
 from .rank_link import RankLink, Served, StepBegan, StepWatch
 from .reading import ModelPaths
 from .report_thread import ReportThread
 from .rows import StepRows
-from .staged_step import StagedStep
+from .staged_reads import StagedReads
 from .stream_visits import StreamVisits
 from .tenant_hosts import TenantHosts
 
@@ -40,9 +41,9 @@ __all__ = ["HostedBlocks", "valid_samples"]
 #: For how long a trace of which no request is left keeps its host, if the worker has not seen all of its requests.
 _IDLE_S = 120.0
 
-#: How many bytes of values are staged before hosts are told of them within a step; and how many a step has at least
-#: whose rows the thread that passes on reports copies to the hosts, so that the model's thread does not.
-_MOST_STAGED, _COPIED_LATER = 64 << 20, 1 << 20
+#: How many bytes a step has at least whose rows the thread that passes on reports copies to the hosts, so that the
+#: model's thread does not.
+_COPIED_LATER = 1 << 20
 
 _share: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list)
 _encode = msgspec.msgpack.Encoder().encode
@@ -77,7 +78,8 @@ class HostedBlocks:
         earlier: EarlierStages | None = None,
         visits: StreamVisits | None = None,
     ) -> None:
-        self._accounts, self._reports, self._on_gpu = Accounts(paths), reports, model.device.type == "cuda"
+        alone = others is None and earlier is None
+        self._accounts, self._reports, self._on_gpu = Accounts(paths, edits=alone), reports, model.device.type == "cuda"
         self._hosts = TenantHosts(pool, reports, visits=visits is not None)
         #: Waits until hosts can be started, so that the model waits for no start later.
         self.wait_ready = pool.wait_ready
@@ -100,9 +102,9 @@ class HostedBlocks:
         self._layout: _Layout | None = None
         self._active: list[BlockHost] = []
         self._watching: dict[str, list[BlockHost]] = {}
-        #: What the step has reached that hosts read which the model does not wait for; and how many bytes that were.
-        self._staged: StagedStep | None = None
-        self._expected = 0
+        #: What the step has reached that hosts read which the model does not wait for; and what their blocks write.
+        self._staged = StagedReads(self._turns, reports, pinned=self._on_gpu)
+        self._edits = EditRuns(model.device, sums=model.__dict__.get("_tracewire_sums", True))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,10 @@ class HostedBlocks:
         self._idle.pop(name, None)
         self._layout = None
         taken = HostedRequest(known, request_id, request.engine_id, request.index)
-        known.host.take_request(taken, Arrived(request_id, arguments, list(reserved)), account)
+        arrived = Arrived(request_id, arguments, list(reserved), list(account.known or ()))
+        known.host.take_request(taken, arrived, account)
+        if account.known:
+            self._edits.open(request_id, account.known, known_leaves(arguments, account.known))
         if SHARED_ARG in arguments:
             known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known
@@ -163,6 +168,7 @@ class HostedBlocks:
         trace = self._of.pop(request_id, None)
         if trace is None:
             return False
+        self._edits.discard(request_id)
         self._layout = None
         host = trace.host
         if host.failure is None:
@@ -241,9 +247,7 @@ class HostedBlocks:
             waited: whether earlier stages wait for blocks. Then the caller tells the other ranks, later.
         """
         self._active = []
-        if self._staged is not None:  # a step that was not ended
-            self._staged.leave()
-            self._staged = None
+        self._staged.drop()
         self._turns.begin_step()
         self._purge()
         told = self._others is not None and self._others.takes_part(scheduled)
@@ -257,6 +261,7 @@ class HostedBlocks:
             self._layout = _Layout(scheduled, present, self._of)
             self._turns.lay_out()
         layout = self._layout
+        self._edits.begin(layout, lambda: [(request_id, scheduled[request_id]) for request_id in present])
         self._active = [host for host in layout.requests if host.failure is None]
         waiting, ahead = list[BlockHost](), list[BlockHost]()
         # If no earlier stage waits, no block of the step may write, whatever others of its host do.
@@ -361,47 +366,31 @@ class HostedBlocks:
         """Share a value with these hosts. Returns those for which the model waits."""
         readers = [host for host in watching if host.reads is not None]
         if readers:
-            self._stage(location, value, readers, by_request=by_request)
+            self._staged.reach(location, value, readers, self._active, by_request=by_request)
+            self._edit(location, value, readers, by_request=by_request)
             watching = [host for host in watching if host.reads is None]
         if not watching:
             return []
         return self._turns.share_with(watching, location, value, pinned=self._on_gpu, by_request=by_request)
 
-    def _stage(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
-        """Stage a value for hosts for which the model does not wait."""
-        passed, inside, parts = len(self._turns.passed), f".{SOURCE}." in location, parts_of(readers, location)
+    def _edit(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
+        """Write what blocks of hosts for which the model does not wait write at a location."""
         try:
-            if self._staged is None:
-                rows = {host: host.rows for host in self._active if host.reads is not None and host.rows is not None}
-                self._staged = self._turns.stage(rows, pinned=self._on_gpu, expected=self._expected)
-            self._staged.reach(location, value, readers, passed, by_request=by_request, rows_only=inside, parts=parts)
+            self._edits.apply(location, value, by_request=by_request)
         except Exception as error:  # it costs the hosts, not the engine
+            self._accounts.leave(location)
             for host in readers:
                 self._turns.misshared(host, location, error)
-        if self._staged is not None and self._staged.size > _MOST_STAGED:
-            self._give_staged(wait=True)
-
-    def _give_staged(self, *, wait: bool = False) -> None:
-        """Tell the hosts what is staged, and perhaps wait until they can have it."""
-        staged, self._staged = self._staged, None
-        if staged is None:
-            return
-        readers, self._expected = [host for host in self._active if host.reads is not None], staged.size
-        self._turns.give(readers, staged, whole=True)
-        staged.leave()
-        for host in readers if wait else ():
-            if host.failure is None and self._turns.send(host):
-                self._reports.send_now((host,))
 
     def end(self) -> None:
         """End the step: the hosts report it."""
         self._take_earlier()
-        self._give_staged()
+        self._staged.give(self._active)
         for host in self._active:
             if host.failure is None:
                 host.end(self._turns.passed)
                 # It is told of the next step soon, or another thread copies its rows.
-                copied = host.reads is not None and self._expected >= _COPIED_LATER
+                copied = host.reads is not None and self._staged.expected >= _COPIED_LATER
                 self._turns.send(host, later=self._reports.short or copied)
             else:
                 host.drop_untold()

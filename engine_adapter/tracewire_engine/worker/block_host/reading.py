@@ -15,15 +15,26 @@ nothing is certain, which costs time and no correctness.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.block_host import ModuleOutline
+from tracewire_engine.protocol.known_edits import Edit
 
-__all__ = ["Account", "ModelPaths", "account_of", "joined", "union"]
+__all__ = [
+    "Account",
+    "ModelPaths",
+    "account_of",
+    "is_container",
+    "is_new",
+    "joined",
+    "literals",
+    "parsed",
+    "union",
+]
 
 #: Of a larger power of an integer, nothing is certain but that it takes long.
 _LARGEST_POWER = 64
@@ -136,10 +147,14 @@ _Kind = _Modules | _Named
 class ModelPaths:
     """The tree of a model's modules, by path, as blocks see it: the root is `model`.
 
-    `layers` is the path of the list of decoder layers, without the root.
+    Args:
+        modules: of the model.
+        layers: the path of the list of decoder layers, without the root.
+        taps: the locations of modules that the engine serves; all, if these are none.
     """
 
-    def __init__(self, modules: Sequence[ModuleOutline], layers: str) -> None:
+    def __init__(self, modules: Sequence[ModuleOutline], layers: str, taps: Collection[str] = ()) -> None:
+        self._taps = frozenset(taps)
         self.children: dict[str, list[str]] = {"model": []}
         self.same: dict[str, str] = {}
         for one in modules:
@@ -150,6 +165,10 @@ class ModelPaths:
                 above, _, name = path.rpartition(".")
                 self.children.setdefault(above, []).append(name)
         self.layers = f"model.{layers}" if layers else ""
+
+    def serves(self, location: str) -> bool:
+        """Whether the engine serves a location. A block that asks for another one fails."""
+        return not self._taps or location in self._taps or location.rpartition(".")[2] not in _SIDES
 
     def child(self, path: str, name: str) -> str | None:
         """The path of a module's child; `None` if there is none of this name."""
@@ -168,6 +187,8 @@ class Account:
         parts: of locations whose values they use as `value[0]` and the like alone, the numbers in the brackets.
         computes: whether they do nothing but compute with values that they have read or made.
         keeps: whether they change no array in place, so that each one that they save stays as it is.
+        asks: all locations that they may ask for, if these are known and not too many.
+        known: all that they write, if it is known; `None` if not. It says so of one block alone.
     """
 
     reads: frozenset[str] | None = None
@@ -176,6 +197,8 @@ class Account:
     assigns: bool = False
     parts: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps: bool = False
+    asks: frozenset[str] | None = None
+    known: tuple[Edit, ...] | None = None
 
     @property
     def locations(self) -> frozenset[str] | None:
@@ -188,7 +211,7 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
     if block.helpers or block.shared or block.imports or not set(block.modules.values()) <= _MODULES:
         return Account()
     try:
-        tree = _parsed(block.source)
+        tree = parsed(block.source)
         variables = _variables.decode(block.variables)
         reader = _Reader(block, paths, variables)
         reader.read(tree)
@@ -202,10 +225,12 @@ def account_of(block: Block, paths: ModelPaths) -> Account:
     edits = found if fit else None
     # What blocks leave of samples is put in their place, as far as it is token ids.
     keeps = not reader.writes and not reader.changes
-    return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts, keeps)
+    asks = found if len(found) <= MOST else None
+    return Account(reads, True, edits, reader.assigns or _SAMPLES in found, parts, keeps, asks)
 
 
-def _parsed(source: str) -> ast.Module:
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a block."""
     try:
         return ast.parse(source)
     except SystemError:  # of Python 3.11, if another thread has parsed something meanwhile
@@ -264,7 +289,7 @@ class _Reader:
         """Note the numbers that the variable of a loop can stand for."""
         if not isinstance(target, ast.Name) or len(self._assigned[target.id]) > 1 or target.id in self._changed:
             return
-        known = self._lists.get(values.id) if isinstance(values, ast.Name) else _numbers_in(values)
+        known = self._lists.get(values.id) if isinstance(values, ast.Name) else literals(values)
         if known is not None:
             self._numbers[target.id] = known
 
@@ -358,9 +383,9 @@ class _Reader:
         if isinstance(target, ast.Name):
             if target.id not in self._assigned or self._names[target.id] is not _VALUE:
                 raise _Unknown
-            self.writes |= not self._is_own(target.id, _is_new)
+            self.writes |= not self._is_own(target.id, is_new)
             counts = isinstance(node.value, ast.Constant) and self._is_own(target.id, _is_constant)
-            self.changes |= not counts and not self._is_own(target.id, _is_container)
+            self.changes |= not counts and not self._is_own(target.id, is_container)
         elif isinstance(target, ast.Subscript | ast.Attribute):
             self._put(target)
             # An item of a list of the block's own may be a value that was read.
@@ -373,7 +398,7 @@ class _Reader:
         if isinstance(target, ast.Subscript):
             self._value(target.value)
             self._value(target.slice)
-            if isinstance(target.value, ast.Name) and self._is_own(target.value.id, _is_container):
+            if isinstance(target.value, ast.Name) and self._is_own(target.value.id, is_container):
                 return
         else:
             owner = self._expression(target.value)
@@ -546,7 +571,7 @@ class _Reader:
             self._value(word.value)
         function = node.func
         if isinstance(function, ast.Name):
-            if function.id not in _BUILTINS or (function.id == "range" and not looped and _numbers_in(node) is None):
+            if function.id not in _BUILTINS or (function.id == "range" and not looped and literals(node) is None):
                 raise _Unknown
             self._arguments(node)
             return _VALUE
@@ -616,7 +641,7 @@ def _may_grow(node: ast.BinOp) -> bool:
     return not isinstance(known, int | float) or known > _LARGEST_POWER
 
 
-def _numbers_in(node: ast.expr) -> tuple[int, ...] | None:
+def literals(node: ast.expr) -> tuple[int, ...] | None:
     """The numbers that an expression goes through, if it is a literal or a `range` of literals."""
     try:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
@@ -630,10 +655,10 @@ def _numbers_in(node: ast.expr) -> tuple[int, ...] | None:
     return None
 
 
-def _is_container(node: ast.expr) -> bool:
+def is_container(node: ast.expr) -> bool:
     """Whether an expression makes a list, dict or set, which may be saved at once."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "save":
-        return _is_container(node.func.value)
+        return is_container(node.func.value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id in ("list", "dict", "set")
     return isinstance(node, _DISPLAYS)
@@ -644,17 +669,17 @@ def _is_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant)
 
 
-def _is_new(node: ast.expr) -> bool:
+def is_new(node: ast.expr) -> bool:
     """Whether an expression makes an object that is no value that was read, nor a part of one."""
-    if isinstance(node, ast.Constant | ast.BinOp | ast.Compare | ast.JoinedStr) or _is_container(node):
+    if isinstance(node, ast.Constant | ast.BinOp | ast.Compare | ast.JoinedStr) or is_container(node):
         return True
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not | ast.USub | ast.Invert)
     if isinstance(node, ast.IfExp):
-        return _is_new(node.body) and _is_new(node.orelse)
+        return is_new(node.body) and is_new(node.orelse)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "save":
-            return _is_new(node.func.value)
+            return is_new(node.func.value)
         return node.func.attr in _NEW - {"max", "min", "where", "all", "any", "round", "relu"}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id in ("int", "float", "len", "bool", "str", "range", "round")
@@ -671,6 +696,7 @@ def union(found: Iterable[Account]) -> Account:
         any(one.assigns for one in accounts),
         _joined_parts(accounts),
         all(one.keeps for one in accounts),
+        joined([one.asks for one in accounts]),
     )
 
 

@@ -145,7 +145,7 @@ def _hosts_of(
     reports = ReportThread(lambda: link_to(address, adapters), runner.tracewire_reporter.blobs, patience_s)
     pool = HostPool(settings)
     pool.ahead()
-    paths = ModelPaths(settings.modules, settings.layers)
+    paths = ModelPaths(settings.modules, settings.layers, settings.taps)
     visits = None if others is not None or earlier is not None else _visits(model, reports, step_s)
     hosts = HostedBlocks(model, paths, pool, reports, step_s, others, earlier, visits)
     _limit(hosts.answers, runner)

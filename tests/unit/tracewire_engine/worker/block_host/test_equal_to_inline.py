@@ -13,6 +13,7 @@ from nnsight.tracing.tracer import inc
 from tests.e2e.isolation.generated import generate
 from tests.support.hosted_model import HostedModel, Model, Outcome, settings_of
 from tracewire_bus.wire.messages import Block
+from tracewire_bus.wire.packing import pack
 from tracewire_engine.block_host.session import Session
 from tracewire_engine.block_host.stand_ins import tree_of
 from tracewire_engine.protocol.block_host import Arrived, Began, Finished
@@ -54,6 +55,28 @@ BLOCKS = {
     "sorts": "k = [].save()\n" + EACH + "k.insert(0, model.logits.argmax(-1))\n    x = sorted(range(step))\n",
 }
 
+#: Blocks of whose edits the source says more or less, with the variables of `block_of`.
+EDITS = {
+    "adds a vector": KEPT + "h = model.model.layers[1].output[0]\n    h += vector * 0.5\n    kept.append(h.clone())\n",
+    "adds a vector to the last": EACH + "model.model.layers[1].output[0][-1] += by['key'].to(torch.float32)\n",
+    "adds to the stream": KEPT + "model.residual(1).output[:] += vector\n    kept.append(model.residual(2).output)\n",
+    "scales the stream": EACH + "model.residual(1).output *= 1.5\n",
+    "removes a direction": "d = vector / vector.norm()\n"
+    + KEPT
+    + "h = model.residual(0).output\n    h[:] = h - (h @ d)[:, None] * d\n    kept.append(model.logits.clone())\n",
+    "zeroes": EACH + "model.model.layers[2].output[0].zero_()\n    x = model.logits.clone().save()\n",
+    "some steps": KEPT.replace("[:]", "[1:3]")
+    + "h = model.residual(1).output\n    h -= 0.5\n    kept.append(h.clone())\n",
+    "first step": "model.model.layers[1].output[0][:] *= 3\nx = model.samples.clone().save()\n",
+    "two layers": KEPT + "for layer in [0, 2]:\n        h = model.model.layers[layer].output[0]\n"
+    "        h[:] = h * 1.25\n        kept.append(h[-1].clone())\n",
+    "favours a token": EACH + "model.logits[:, 7] += 2.0\n    if step == 2:\n        tracer.stop()\n",
+    "fails behind": EACH + "model.model.layers[1].output[0][:] *= 2\n    1 / (step - 1)\n",
+    "fails before": EACH + "1 / (step - 1)\n    model.model.layers[1].output[0][:] *= 2\n",
+    "a vector too long": KEPT + "h = model.model.layers[0].output[0]\n    h *= 2\n    h += torch.ones(5)\n",
+    "another vector too long": KEPT + "h = model.model.layers[0].output[0]\n    h *= 2\n    h += longer\n",
+}
+
 
 class InlineModel(HostedModel):
     """The same model, all of whose blocks run in this process, in one batch, as in a worker."""
@@ -82,7 +105,7 @@ class InlineModel(HostedModel):
                 self.outcomes[finish.request].finish = finish
 
     def open(self, name: str, block: Any, **_: Any) -> None:
-        encoded = msgspec.msgpack.encode(Block(name="block", source=block, filename="mine.py"))
+        encoded = msgspec.msgpack.encode(block if isinstance(block, Block) else block_of(block))
         self.outcomes[name] = Outcome()
         self._new.append(Arrived(f"{name}-00000000", {BLOCK_ARG: encoded}))
 
@@ -101,11 +124,17 @@ class InlineModel(HostedModel):
         assert all(self.outcomes[name].finish is not None for name in names)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["waits", "visits"])
+@pytest.fixture(scope="module", params=["waits", "visits", "known"])
 def hosted(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
-    model = HostedModel(visits=request.param)
+    model = HostedModel(visits=request.param == "visits", known_edits=request.param == "known")
     yield model
     model.close()
+
+
+def block_of(source: str) -> Block:
+    vector = np.linspace(-1, 1, 4, dtype=np.float32)
+    variables = pack({"vector": vector, "by": {"key": vector.astype(np.float64)}, "longer": np.ones(5, np.float32)})
+    return Block(name="block", source=source, filename="mine.py", variables=variables, modules={"torch": "torch"})
 
 
 def plain(value: Any) -> Any:
@@ -125,7 +154,7 @@ def ended(outcome: Outcome) -> Any:
 
 def run(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Outcome], list[list[int]]]:
     for name, block in blocks.items():
-        model.open(name, block)
+        model.open(name, block_of(block))
     samples = []
     for index in range(STEPS):
         drawn = model.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
@@ -140,7 +169,7 @@ def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
     """All blocks in one batch, so that each has neighbours that write."""
     inc()
     save_marks.install()
-    blocks = {name.replace(" ", "."): source for name, source in BLOCKS.items()}
+    blocks = {name.replace(" ", "."): source for name, source in (BLOCKS | EDITS).items()}
     inline, drawn = run(InlineModel(), blocks)
     found, sampled = run(hosted, blocks)
     assert sampled == drawn
@@ -171,7 +200,7 @@ def test_generated_blocks_come_to_the_same(first: int, count: int) -> None:
     """In batches of eight, which share hosts. A block that names a module that this model lacks fails in both."""
     inc()
     save_marks.install()
-    hosted = HostedModel(layers=8)
+    hosted = HostedModel(layers=8, known_edits=True)
     inline = InlineModel(8)
     for batch in range(first, first + count, 8):
         blocks = {f"seed{seed}": generate(seed, []).source for seed in range(batch, batch + 8)}

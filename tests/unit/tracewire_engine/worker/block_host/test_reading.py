@@ -213,7 +213,7 @@ def test_one_block_that_may_write_decides() -> None:
     assert union([first, second]) == Account(frozenset("ab"), computes=True)
     assert union([first, Account(None, computes=True)]) == Account(None, computes=True)
     assert union([first, Account()]) == Account()
-    assert union([]) == Account(frozenset(), computes=True, edits=frozenset(), keeps=True)
+    assert union([]) == Account(frozenset(), computes=True, edits=frozenset(), keeps=True, asks=frozenset())
 
 
 @pytest.mark.parametrize(

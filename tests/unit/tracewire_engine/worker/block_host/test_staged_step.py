@@ -14,7 +14,7 @@ from nnsight.intervention.source import NO_SKIP
 from tests.support.hosted_model import HostedModel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
 from tracewire_engine.protocol.block_host import Reached
-from tracewire_engine.worker.block_host import hosted_blocks, staged_step
+from tracewire_engine.worker.block_host import staged_reads, staged_step
 from tracewire_engine.worker.block_host.host import LateTurn, _ToldStep
 from tracewire_engine.worker.block_host.row_buffer import RowBuffer
 from tracewire_engine.worker.block_host.rows import StepRows
@@ -228,7 +228,7 @@ def test_a_value_that_cannot_be_shared_is_refused() -> None:
 
 
 def test_a_step_with_more_than_is_staged_is_told_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_blocks, "_MOST_STAGED", 64)
+    monkeypatch.setattr(staged_reads, "_MOST_STAGED", 64)
     source = "kept = [].save()\nfor step in tracer.iter[:]:\n" + "".join(
         f"    kept.append(model.model.layers[{layer}].output[0].clone())\n" for layer in range(3)
     )
