@@ -51,11 +51,11 @@ class Accounts:
             return Account()
         if len(accounts) != 1 or accounts[0].known is None:
             # What several blocks of a request do depends on each other.
-            return union(accounts)
+            return union([replace(one, keeps=one.keeps and one.known is None) for one in accounts])
         (account,) = accounts
         assert account.known is not None
         if any(edit.location in self._unfit for edit in account.known):
-            return replace(account, known=None)
+            return replace(account, known=None, keeps=False)
         return replace(account, reads=account.asks)
 
     def leave(self, location: str) -> None:
@@ -69,18 +69,18 @@ class Accounts:
         if _names_files(encoded):
             return replace(account, computes=False, edits=None)
         if self._edits and account.computes and account.reads is None and account.asks is not None:
-            return replace(account, known=_known(block, self._paths))
+            return _with_edits(account, block, self._paths)
         return account
 
 
-def _known(block: Block, paths: ModelPaths) -> tuple[Edit, ...] | None:
-    """All that a block writes, if its source and its variables show it."""
-    edits = edits_of(block, paths)
+def _with_edits(account: Account, block: Block, paths: ModelPaths) -> Account:
+    """The account of a block, with all that it writes, if its source and its variables show it."""
+    found = edits_of(block, paths)
     try:
-        leaves_of(block.variables, edits or ())
+        leaves_of(block.variables, () if found is None else found.edits)
     except UnfitLeaf:
-        return None
-    return None if edits is None else tuple(edits)
+        return account
+    return account if found is None else replace(account, known=found.edits, keeps=found.keeps)
 
 
 def encoded_blocks(arguments: dict[str, Any]) -> list[bytes]:

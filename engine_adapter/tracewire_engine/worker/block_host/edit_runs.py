@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from nnsight.util import apply
 
 from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.known_edits import Edit, Operation
 from tracewire_engine.worker.tensors import to_tensors
+
+from .edit_forms import bases_of, is_by_row, is_exact, items_of
 
 __all__ = ["OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "leaves_of"]
 
@@ -76,14 +79,6 @@ def _method(name: str) -> Callable[..., Any]:
 
 _BINARY = ("add", "sub", "mul", "truediv", "matmul")
 
-#: Operations that take each element by itself, and come to the same bits whatever lies beside it.
-_BY_ELEMENT = frozenset(
-    {"abs", "bfloat16", "clamp", "clone", "contiguous", "detach", "double", "float", "half", "neg", "relu", "to"}
-    | {"add", "sub", "mul", "truediv", "iadd", "isub", "imul", "itruediv", "setitem", "getitem", "attribute"}
-    | {"add_", "clamp_", "copy_", "div_", "fill_", "mul_", "neg_", "relu_", "sub_", "zero_", "stream", "put_stream"}
-    | {"type_as"}
-)
-
 #: By the name of an operation, what does it.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": _getitem,
@@ -133,6 +128,11 @@ def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
     return found
 
 
+def _row_dot(rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """The product of each row with its own vector, or of all with one."""
+    return rows @ vectors if vectors.ndim == 1 else torch.linalg.vecdot(rows, vectors)
+
+
 class _Step(NamedTuple):
     """An operation: what does it, its arguments and its options, and whether nothing of the model is in its result.
 
@@ -153,22 +153,20 @@ class _Program:
         edit: what is done.
         leaves: the values of its leaves, on the device.
         sums: as `TracedModel` has it.
-        together: whether it is done to the rows of several requests at once (see `_is_by_row`).
-        whole: if so, whether the location's value is a tensor and not a tuple.
+        bases: if it is done to rows of several requests at once, the tensors of the model's value (see `bases_of`).
     """
 
-    def __init__(
-        self, edit: Edit, leaves: Sequence[Any], *, sums: bool, together: bool = False, whole: bool = False
-    ) -> None:
+    def __init__(self, edit: Edit, leaves: Sequence[Any], *, sums: bool, bases: frozenset[int] | None = None) -> None:
         self._steps: list[_Step] = []
-        self._kept: dict[int, Any] = {}
+        #: What nothing of the model is in but its form, by the register.
+        self.kept: dict[int, Any] = {}
         constants: set[int] = set()
-        bases = _bases(edit, whole=whole) if together else frozenset[int]()
         for number, one in enumerate(edit.operations, 1):
-            given = one.arguments
-            if together and one.name in ("getitem", "setitem") and given[0][1] in bases and number not in bases:
-                place = 1 if one.name == "getitem" else 2
-                given = [*given[:place], ["s", None, None, None], *given[place + 1 :]]
+            given, does = one.arguments, OPERATIONS[one.name]
+            if bases is not None and one.name in ("getitem", "setitem") and number not in bases:
+                given = _of_all_rows(one, bases)
+            elif bases is not None and one.name == "matmul":
+                does = _row_dot
             arguments = [_argument(argument, leaves) for argument in given]
             options = {key: _argument(argument, leaves) for key, argument in one.options.items()}
             registers = [value for is_register, value in [*arguments, *options.values()] if is_register]
@@ -179,22 +177,38 @@ class _Program:
             if one.name in ("stream", "put_stream"):
                 fixed["sums"] = sums
             named = {key: value for key, (is_register, value) in options.items() if is_register}
-            self._steps.append(_Step(OPERATIONS[one.name], arguments, fixed, named, constant))
+            self._steps.append(_Step(does, arguments, fixed, named, constant))
+
+    @property
+    def used(self) -> list[int]:
+        """The registers without anything of the model's that operations on the model's values take."""
+        taken = [step for step in self._steps if not step.constant]
+        wanted = {one for step in taken for is_register, one in step.arguments if is_register}
+        wanted |= {one for step in taken for one in step.registers.values()}
+        return [number for number, step in enumerate(self._steps, 1) if step.constant and number in wanted]
 
     def run(self, value: Any) -> None:
         """Do it to a value: to a request's rows, or to those of several."""
         registers = [value]
         for number, (does, arguments, options, named, constant) in enumerate(self._steps, 1):
-            # What is nothing of the model's has its form, which is the same in each step.
-            if constant and number in self._kept:
-                registers.append(self._kept[number])
+            # The model's value has the same form in each step.
+            if constant and number in self.kept:
+                registers.append(self.kept[number])
                 continue
             given = [registers[one] if is_register else one for is_register, one in arguments]
             if named:
                 options = {**options, **{key: registers[one] for key, one in named.items()}}
             registers.append(does(*given, **options))
             if constant:
-                self._kept[number] = registers[-1]
+                self.kept[number] = registers[-1]
+
+
+def _of_all_rows(one: Operation, bases: frozenset[int]) -> list[Any]:
+    """The arguments of an operation, where what it takes of a tensor's only row it takes of each row."""
+    given, place = one.arguments, 1 if one.name == "getitem" else 2
+    if given[0][0] != "r" or given[0][1] not in bases:
+        return given
+    return [*given[:place], ["s", None, None, None], *given[place + 1 :]]
 
 
 def _argument(argument: Any, leaves: Sequence[Any]) -> tuple[bool, Any]:
@@ -213,69 +227,6 @@ def _argument(argument: Any, leaves: Sequence[Any]) -> tuple[bool, Any]:
         case ["n"]:
             return False, None
     return False, argument
-
-
-def _bases(edit: Edit, *, whole: bool) -> frozenset[int]:
-    """The registers that are tensors of the model's value, of which each row is a token's.
-
-    Args:
-        edit: what is done.
-        whole: whether the location's value is such a tensor, and not a tuple of them.
-    """
-    found = {0} if whole else set()
-    for number, one in enumerate(edit.operations, 1):
-        if one.name == "stream" or (not whole and _item_of(one) is not None):
-            found.add(number)
-    return frozenset(found)
-
-
-def _item_of(operation: Operation) -> int | None:
-    """Which item of the location's value an operation takes, if it takes one."""
-    name, given = operation.name, operation.arguments
-    fits = name == "getitem" and len(given) == 2 and given[0] == ["r", 0] and type(given[1]) is int
-    return given[1] if fits else None
-
-
-def _items(edit: Edit, *, whole: bool) -> frozenset[int] | None:
-    """The items of the location's value that an edit uses; `None` for all."""
-    if whole or any(one.name in ("stream", "put_stream") for one in edit.operations):
-        return None
-    found = [_item_of(one) for one in edit.operations]
-    return frozenset([one for one in found if one is not None])
-
-
-def _is_by_row(edit: Edit, leaves: Sequence[Any], *, whole: bool) -> bool:
-    """Whether an edit of requests with one row each can be done to the rows of all of them at once."""
-    bases = _bases(edit, whole=whole)
-    vectors = any(isinstance(one, np.ndarray) and one.ndim for one in leaves)
-    columns: list[Any] = []
-    several = False
-    for number, one in enumerate(edit.operations, 1):
-        of_tensor = one.arguments[0] if one.arguments else None
-        if one.name not in _BY_ELEMENT:
-            return False
-        if not whole and ["r", 0] in one.arguments and number not in bases and one.name != "put_stream":
-            return False
-        if one.name in ("getitem", "setitem") and number not in bases:
-            places = one.arguments[1 if one.name == "getitem" else 2 :]
-            if of_tensor is None or of_tensor[0] != "r" or of_tensor[1] not in bases or len(places) > 2:
-                return False
-            if not _takes_the_row(places[0]):
-                return False
-            columns += places[1:]
-        if one.name not in ("getitem", "attribute"):
-            several |= sum(isinstance(given, list) and given[0] == "r" for given in one.arguments) > 1
-    if ["e"] in columns or ["n"] in columns or (columns and vectors):
-        return False
-    # One column of one row is a number, where one column of several rows is not.
-    return not several or not any(isinstance(place, int) for place in columns)
-
-
-def _takes_the_row(place: Any) -> bool:
-    """Whether what stands in brackets first takes the only row of a tensor."""
-    if isinstance(place, int):
-        return place in (0, -1)
-    return place == ["e"] or (place[0] == "s" and len(range(*slice(*place[1:]).indices(1))) == 1)
 
 
 class _Row(NamedTuple):
@@ -323,25 +274,38 @@ class _Request:
             return False
         return edit.first <= self.step and (edit.end is None or self.step < edit.end)
 
-    def key(self, location: str, *, whole: bool) -> bytes | None:
-        """What requests have in common whose edits are done at once; `None` if this one's is done by itself."""
+    def key(self, location: str, *, whole: bool, exact: bool) -> bytes | None:
+        """What requests have in common whose edits are done at once; `None` if this one's is done by itself.
+
+        Args:
+            location: of the edit.
+            whole: as for `is_by_row`.
+            exact: whether each row must come to the same bits as by itself.
+        """
         at = location, whole
         if at not in self._keys:
             edit, leaves = self.edits[location], self.leaves[location]
-            forms = [
-                (one.dtype.name, one.shape) if isinstance(one, np.ndarray) and one.ndim else _plain(one)
-                for one in leaves
-            ]
-            by_row = _is_by_row(edit, leaves, whole=whole)
-            self._keys[at] = _encode((edit.operations, forms)) if by_row else None
+            forms = [_form_of(one) for one in leaves]
+            fits = (is_exact(edit) or not exact) and is_by_row(edit, leaves, whole=whole)
+            self._keys[at] = _encode((edit.operations, forms)) if fits else None
         return self._keys[at]
+
+    def constants(self, location: str, rows: Any) -> dict[int, Any]:
+        """What its edit finds of nothing but variables, by the register. `rows` are its block's."""
+        program = self.programs[location]
+        if not program.kept:
+            program.run(apply(rows, torch.Tensor.clone, torch.Tensor))
+        return program.kept
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def _plain(leaf: Any) -> Any:
-    return (leaf.dtype.name, leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf
+def _form_of(leaf: Any) -> Any:
+    """What the leaves of requests have in common whose edits are done at once."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return leaf.dtype.name, leaf.shape if leaf.ndim else leaf.tobytes()
 
 
 class _Tensors:
@@ -378,16 +342,16 @@ class EditRuns:
     Args:
         device: where the model's values lie.
         sums: as `TracedModel` has it.
+        exact: whether all must come to the same bits as in the blocks.
     """
 
-    def __init__(self, device: torch.device, *, sums: bool) -> None:
-        self._device, self._sums, self._tensors = device, sums, _Tensors()
+    def __init__(self, device: torch.device, *, sums: bool, exact: bool = True) -> None:
+        self._device, self._sums, self._exact, self._tensors = device, sums, exact, _Tensors()
         self._requests: dict[str, _Request] = {}
         self._rows: dict[str, _Row] = {}
-        self._present: list[str] = []
         self._total = self._count = 0
         #: By the location and the form of its value, what is done there in steps like this one.
-        self._plans: dict[Any, tuple[list[_Together], list[tuple[str, _Row]]]] = {}
+        self._plans: dict[Any, tuple[list[_Together], list[str]]] = {}
         self._layout: Any = None
 
     def open(self, request: str, edits: Sequence[Edit], leaves: Sequence[Any]) -> None:
@@ -450,8 +414,8 @@ class EditRuns:
                 _run_together(group, value)
             except Exception:  # the blocks raise the same
                 self._fail(group.names)
-        for name, row in alone:
-            rows = _served(value, row, self._total, self._count, by_request=by_request)
+        for name in alone:
+            rows = self._served(value, name, by_request=by_request)
             try:
                 self._requests[name].programs[location].run(rows)
             except Exception:  # the block raises the same
@@ -465,7 +429,7 @@ class EditRuns:
 
     def _plan(
         self, due: list[str], location: str, value: Any, form: tuple[int, ...], *, by_request: bool
-    ) -> tuple[list[_Together], list[tuple[str, _Row]]]:
+    ) -> tuple[list[_Together], list[str]]:
         whole = type(value) is not tuple
         rows = self._count if by_request else self._total
         groups: dict[bytes, list[str]] = {}
@@ -473,34 +437,53 @@ class EditRuns:
         for name in due:
             request, row = self._requests[name], self._rows[name]
             fits = (by_request or row.tokens == 1) and all(one == rows for one in form if one >= 0)
-            key = request.key(location, whole=whole) if fits else None
+            key = request.key(location, whole=whole, exact=self._exact) if fits else None
             if key is None:
-                alone.append((name, row))
+                alone.append(name)
             else:
                 groups.setdefault(key, []).append(name)
-        return [self._joined(names, location, whole=whole, by_request=by_request) for names in groups.values()], alone
+        together = []
+        for names in groups.values():
+            joined = self._joined(names, location, value, by_request=by_request)
+            if joined is None:
+                alone += names
+            else:
+                together.append(joined)
+        return together, alone
 
-    def _joined(self, names: list[str], location: str, *, whole: bool, by_request: bool) -> _Together:
-        """The edits of some requests, as one."""
-        first = self._requests[names[0]]
-        held = [self._requests[name].leaves[location] for name in names]
-        leaves = [self._stacked([one[place] for one in held]) for place in range(len(held[0]))]
+    def _joined(self, names: list[str], location: str, value: Any, *, by_request: bool) -> _Together | None:
+        """The edits of some requests, as one; `None` if they must be done one by one."""
+        requests = [self._requests[name] for name in names]
+        edit, whole = requests[0].edits[location], type(value) is not tuple
+        held = [[self._tensors.of(one, self._device) for one in request.leaves[location]] for request in requests]
+        leaves = [_joined_constant(list(some)) for some in zip(*held, strict=True)]
+        program = _Program(edit, leaves, sums=self._sums, bases=bases_of(edit, whole=whole))
+        if any(one is not held[0][place] for place, one in enumerate(leaves)):
+            served = [self._served(value, name, by_request=by_request) for name in names]
+            found = [request.constants(location, rows) for request, rows in zip(requests, served, strict=True)]
+            program.kept = {number: _joined_constant([one[number] for one in found]) for number in found[0]}
+            if any(program.kept[number] is None for number in program.used):
+                return None
         rows = [self._rows[name].place if by_request else self._rows[name].first for name in names]
-        program = _Program(first.edits[location], leaves, sums=self._sums, together=True, whole=whole)
         index: Any = slice(rows[0], rows[0] + len(rows))
         if rows != list(range(index.start, index.stop)):
             index = torch.tensor(rows)
             if self._device.type == "cuda":
                 index = index.pin_memory().to(self._device, non_blocking=True)
-        return _Together(names, program, index, _items(first.edits[location], whole=whole))
+        return _Together(names, program, index, items_of(edit, whole=whole))
 
-    def _stacked(self, leaves: list[Any]) -> Any:
-        """One leaf of several requests: a row for each, unless all have the same."""
-        tensors = [self._tensors.of(one, self._device) for one in leaves]
-        first = tensors[0]
-        if not isinstance(first, torch.Tensor) or not first.ndim or all(one is first for one in tensors):
-            return first
-        return torch.stack(tensors)
+    def _served(self, value: Any, name: str, *, by_request: bool) -> Any:
+        return _served(value, self._rows[name], self._total, self._count, by_request=by_request)
+
+
+def _joined_constant(values: list[Any]) -> Any:
+    """What several requests have, as one: a row for each, unless all have the same; `None` if that is not one."""
+    first = values[0]
+    if all(one is first for one in values):
+        return first
+    if isinstance(first, torch.Tensor) and first.ndim == 1:
+        return torch.stack(values)
+    return first if not isinstance(first, torch.Tensor) and all(one == first for one in values) else None
 
 
 def _run_together(group: _Together, value: Any) -> None:

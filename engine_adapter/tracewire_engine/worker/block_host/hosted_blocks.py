@@ -104,7 +104,8 @@ class HostedBlocks:
         self._watching: dict[str, list[BlockHost]] = {}
         #: What the step has reached that hosts read which the model does not wait for; and what their blocks write.
         self._staged = StagedReads(self._turns, reports, pinned=self._on_gpu)
-        self._edits = EditRuns(model.device, sums=model.__dict__.get("_tracewire_sums", True))
+        sums = model.__dict__.get("_tracewire_sums", True)
+        self._edits = EditRuns(model.device, sums=sums, exact=not self._on_gpu)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
