@@ -21,10 +21,10 @@ _TOGETHER, _TOGETHER_BYTES = 4, 256 << 10
 
 
 class ValueChanged(RuntimeError):
-    """A block has changed a value of a step with which the model has gone on, so that the change is lost."""
+    """A block has changed a value of a step otherwise than the model has gone on with, so that the change is lost."""
 
     def __init__(self) -> None:
-        super().__init__("a block has changed a value although its source was taken to only read")
+        super().__init__("a block has changed a value in another way than its source was taken to")
 
 
 class _Value(NamedTuple):

@@ -153,7 +153,7 @@ def test_a_change_that_comes_too_late_ends_the_host(hosted: Hosted) -> None:
     hosted.turn(*hosted.reached("model.model.layers[0].output[0][:] = 1", torch.zeros(2, 4)), waits=False)
     hosted._thread.join(30)
     assert isinstance(hosted.error, RuntimeError)
-    assert "taken to only read" in str(hosted.error)
+    assert "another way than its source was taken to" in str(hosted.error)
 
 
 def two_steps(host: Hosted) -> Turn:
