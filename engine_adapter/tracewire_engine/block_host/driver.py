@@ -22,6 +22,7 @@ from tracewire_engine.protocol.block_host import (
     Answer,
     Began,
     Chunk,
+    EditsFailed,
     Ended,
     Finished,
     Generated,
@@ -241,6 +242,8 @@ class Driver:
             session.steer(event.changes)
         elif isinstance(event, Generated):
             session.generated(event.message)
+        elif isinstance(event, EditsFailed) and not all(map(session.is_over, event.requests)):
+            raise ValueChanged
 
     def _repeat(self, step: RepeatedStep) -> None:
         session = self._session

@@ -254,7 +254,7 @@ class Session:
         def leave(tensor: torch.Tensor, copy: torch.Tensor) -> None:
             # What a block has come to that has failed, or was interrupted, says nothing.
             left, wanted = (
-                self._edits.rows_of(one, by_request=by_request, over=self._is_over) for one in (tensor, copy)
+                self._edits.rows_of(one, by_request=by_request, over=self.is_over) for one in (tensor, copy)
             )
             for rows, ours in zip(left, wanted, strict=True):
                 ours.copy_(rows)
@@ -262,7 +262,8 @@ class Session:
         pairs = zip(tensors, copies, strict=True)
         return ExpectedValue([(one, copy) for one, copy in pairs if isinstance(one, torch.Tensor)], leave)
 
-    def _is_over(self, name: str) -> bool:
+    def is_over(self, name: str) -> bool:
+        """Whether a request's block has ended, or has failed."""
         request = self._requests.requests.get(name)
         return request is None or request.mediator is None or not request.mediator.alive
 

@@ -31,6 +31,7 @@ __all__ = [
     "Began",
     "Broken",
     "Chunk",
+    "EditsFailed",
     "Ended",
     "Event",
     "Finished",
@@ -158,7 +159,13 @@ class Generated(msgspec.Struct, array_like=True, tag="generated"):
     message: bytes
 
 
-Event: TypeAlias = Began | Reached | Ended | Repeated | Finished | Steered | Generated
+class EditsFailed(msgspec.Struct, array_like=True, tag="edits_failed"):
+    """The worker could not do what the blocks of these requests write, so they must have failed, too."""
+
+    requests: list[str]
+
+
+Event: TypeAlias = Began | Reached | Ended | Repeated | Finished | Steered | Generated | EditsFailed
 
 
 class Turn(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG
 from tracewire_engine.protocol.known_edits import Edit
 from tracewire_engine.protocol.messages import EditBlock
 
-from .edit_runs import UnfitLeaf, leaves_of
+from .edit_runs import UnfitLeaf, check_growth, leaves_of
 from .known_edits import edits_of
 from .reading import Account, ModelPaths, account_of, union
 
@@ -76,11 +76,14 @@ class Accounts:
 def _with_edits(account: Account, block: Block, paths: ModelPaths) -> Account:
     """The account of a block, with all that it writes, if its source and its variables show it."""
     found = edits_of(block, paths)
+    if found is None:
+        return account
     try:
-        leaves_of(block.variables, () if found is None else found.edits)
+        for edit in found.edits:
+            check_growth(edit, leaves_of(block.variables, [edit]))
     except UnfitLeaf:
         return account
-    return account if found is None else replace(account, known=found.edits, keeps=found.keeps)
+    return replace(account, known=found.edits, keeps=found.keeps)
 
 
 def encoded_blocks(arguments: dict[str, Any]) -> list[bytes]:

@@ -53,9 +53,8 @@ _UNARY = frozenset(
 _SUMS = frozenset({"mean", "norm", "sum"})
 
 #: Operations that come to the same bits whatever lies beside a row.
-_EXACT = (_BINARY | _IN_PLACE | _CHANGES | _UNARY | {"attribute", "getitem", "setitem", "stream", "put_stream"}) - {
-    *("exp", "rsqrt", "sigmoid", "tanh")
-}
+_EXACT = (_BINARY | _IN_PLACE | _CHANGES | _UNARY) - frozenset({"exp", "rsqrt", "sigmoid", "tanh"})
+_EXACT |= {"attribute", "getitem", "put_stream", "setitem", "stream", "unpack"}
 
 
 class _NotByRow(Exception):
@@ -117,6 +116,8 @@ class _Forms:
     def __init__(self, edit: Edit, leaves: Sequence[Any], *, whole: bool) -> None:
         self._edit, self._leaves, self._bases = edit, leaves, bases_of(edit, whole=whole)
         self._found: list[_Form | None] = [_R if whole else None]
+        #: Whether columns of a tensor are used by themselves: they overlap with others in one row, and not in several.
+        self._columns = False
 
     def check(self) -> None:
         """Go through the operations.
@@ -147,6 +148,11 @@ class _Forms:
 
     def _after(self, one: Operation) -> _Form | None:
         name, given = one.name, one.arguments
+        if name == "unpack":
+            # Of a tensor it would be the rows.
+            if self._found[0] is not None:
+                raise _NotByRow
+            return None
         if name == "put_stream":
             return self._only(self._form(given[1]), _R)
         if name == "attribute":
@@ -154,7 +160,10 @@ class _Forms:
         if name == "getitem":
             return self._item(given[0], given[1:])
         if name == "setitem":
-            return self._put(self._item(given[0], given[2:]), self._form(given[1]))
+            target, value = self._item(given[0], given[2:]), self._form(given[1])
+            if self._columns and value not in (_K, _N):
+                raise _NotByRow
+            return self._put(target, value)
         of = self._form(given[0])
         if name in _CHANGES or name in _UNARY:
             for more in [*given[1:], *one.options.values()]:
@@ -175,6 +184,8 @@ class _Forms:
                 return _S if of is _R else _N
             raise _NotByRow
         found = _TWO.get((of, other)) or _TWO.get((other, of))
+        if self._columns and name in _IN_PLACE and other not in (_K, _N):
+            raise _NotByRow
         if found is None or (name in _IN_PLACE and found is not of) or name not in _BINARY | _IN_PLACE:
             raise _NotByRow
         return found
@@ -200,6 +211,7 @@ class _Forms:
         if len(places) == 1:
             return _R if rows else _V
         (column,) = places[1:]
+        self._columns = True
         if isinstance(column, int):
             return self._only(_S if rows else None, _S)
         return self._only((_R if rows else _V) if column[0] == "s" else None, _R, _V)

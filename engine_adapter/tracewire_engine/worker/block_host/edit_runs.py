@@ -22,11 +22,15 @@ from tracewire_engine.protocol.known_edits import Edit, Operation
 from tracewire_engine.worker.tensors import to_tensors
 
 from .edit_forms import bases_of, is_by_row, is_exact, items_of
+from .edit_symbols import LOGITS
 
-__all__ = ["OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "leaves_of"]
+__all__ = ["OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "check_growth", "leaves_of"]
 
-#: The largest variable that an edit takes, in elements.
-_MOST_ELEMENTS = 1 << 16
+#: The largest variable that an edit takes, in elements: of logits, and of other values.
+_MOST_LOGITS, _MOST_ELEMENTS = 1 << 20, 1 << 14
+
+#: What is no error of a block.
+_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 #: How many tensors of variables are kept on the device when no request has them.
 _KEPT = 1024
@@ -53,6 +57,11 @@ def _setitem(target: torch.Tensor, value: Any, *places: Any) -> torch.Tensor:
     return target
 
 
+def _unpack(value: Any, items: int) -> None:
+    if len(value) != items:
+        raise ValueError("another number of items")
+
+
 def _stream(value: Any, *, sums: bool) -> torch.Tensor:
     # As `ResidualReads.read`.
     hidden, residual = _halves(value, sums=sums)
@@ -62,6 +71,8 @@ def _stream(value: Any, *, sums: bool) -> torch.Tensor:
 def _put_stream(value: Any, stream: torch.Tensor, *, sums: bool) -> None:
     # As `ResidualReads._write`.
     hidden, residual = _halves(value, sums=sums)
+    if stream.shape != hidden.shape:
+        raise ValueError("a residual stream of another shape")
     hidden[:] = stream
     if residual is not None:
         residual.zero_()
@@ -84,6 +95,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": _getitem,
     "setitem": _setitem,
     "attribute": getattr,
+    "unpack": _unpack,
     "stream": _stream,
     "put_stream": _put_stream,
     **{name: getattr(operator, name) for name in (*_BINARY, "neg")},
@@ -109,11 +121,12 @@ def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
     Raises:
         UnfitLeaf: one of them is neither a number nor a vector of numbers.
     """
-    wanted = [leaf for edit in edits for leaf in edit.leaves]
+    wanted = [(edit.location, leaf) for edit in edits for leaf in edit.leaves]
     if not wanted:
         return []
     found, held = [], unpack(variables)
-    for name, *keys in wanted:
+    for location, (name, *keys) in wanted:
+        most = _MOST_LOGITS if location == LOGITS else _MOST_ELEMENTS
         value = held[name]
         try:
             for key in keys:
@@ -121,11 +134,25 @@ def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
         except (LookupError, TypeError):
             raise UnfitLeaf from None
         value = np.asarray(value) if isinstance(value, np.generic) else value
-        fits = isinstance(value, np.ndarray) and value.ndim <= 1 and value.size <= _MOST_ELEMENTS
+        fits = isinstance(value, np.ndarray) and value.ndim <= 1 and value.size <= most
         if not isinstance(value, int | float) and not (fits and value.dtype.kind in "fV"):
             raise UnfitLeaf
         found.append(value)
     return found
+
+
+def check_growth(edit: Edit, leaves: Sequence[Any]) -> None:
+    """Check that an edit makes no value much larger than those that it is given.
+
+    Raises:
+        UnfitLeaf: it may.
+    """
+    names = [one.name for one in edit.operations]
+    if "unsqueeze" not in names and not any(["n"] in one.arguments for one in edit.operations):
+        return
+    # A further axis is one behind a number of each row then.
+    if not any(is_by_row(edit, leaves, whole=whole) for whole in (False, True)):
+        raise UnfitLeaf
 
 
 def _row_dot(rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -348,6 +375,7 @@ class EditRuns:
     def __init__(self, device: torch.device, *, sums: bool, exact: bool = True) -> None:
         self._device, self._sums, self._exact, self._tensors = device, sums, exact, _Tensors()
         self._requests: dict[str, _Request] = {}
+        self._failed: list[str] = []
         self._rows: dict[str, _Row] = {}
         self._total = self._count = 0
         #: By the location and the form of its value, what is done there in steps like this one.
@@ -400,11 +428,11 @@ class EditRuns:
         Raises:
             UnfitValue: the value has no row for each token or request.
         """
-        due = [name for name in self._rows if self._requests[name].is_due(location)]
+        due = self.due(location)
         if not due:
             return False
         tensors = value if type(value) is tuple else (value,)
-        form = tuple([one.shape[0] if isinstance(one, torch.Tensor) and one.ndim else -1 for one in tensors])
+        form = tuple([(one.ndim, *one.shape[:1]) if isinstance(one, torch.Tensor) else () for one in tensors])
         plan = self._plans.get((location, form))
         if plan is None:
             plan = self._plans[location, form] = self._plan(due, location, value, form, by_request=by_request)
@@ -412,31 +440,46 @@ class EditRuns:
         for group in together:
             try:
                 _run_together(group, value)
+            except _MEMORY:
+                raise
             except Exception:  # the blocks raise the same
                 self._fail(group.names)
         for name in alone:
             rows = self._served(value, name, by_request=by_request)
             try:
                 self._requests[name].programs[location].run(rows)
+            except _MEMORY:
+                raise
             except Exception:  # the block raises the same
                 self._fail([name])
         return True
 
+    def due(self, location: str) -> list[str]:
+        """The requests of the step whose blocks do something at a location."""
+        return [name for name in self._rows if self._requests[name].is_due(location)]
+
+    def take_failed(self) -> list[str]:
+        """The requests whose blocks must have failed since the last call, as what they write shows."""
+        failed, self._failed = self._failed, []
+        return failed
+
     def _fail(self, names: Iterable[str]) -> None:
         for name in names:
             self._requests[name].failed = True
+            self._failed.append(name)
         self._plans.clear()
 
     def _plan(
-        self, due: list[str], location: str, value: Any, form: tuple[int, ...], *, by_request: bool
+        self, due: list[str], location: str, value: Any, form: tuple[tuple[int, ...], ...], *, by_request: bool
     ) -> tuple[list[_Together], list[str]]:
         whole = type(value) is not tuple
         rows = self._count if by_request else self._total
         groups: dict[bytes, list[str]] = {}
         alone = []
+        apart = all(one in ((), (2, rows)) for one in form) and _are_apart(value)
         for name in due:
             request, row = self._requests[name], self._rows[name]
-            fits = (by_request or row.tokens == 1) and all(one == rows for one in form if one >= 0)
+            fits = apart and (by_request or row.tokens == 1)
             key = request.key(location, whole=whole, exact=self._exact) if fits else None
             if key is None:
                 alone.append(name)
@@ -460,7 +503,10 @@ class EditRuns:
         program = _Program(edit, leaves, sums=self._sums, bases=bases_of(edit, whole=whole))
         if any(one is not held[0][place] for place, one in enumerate(leaves)):
             served = [self._served(value, name, by_request=by_request) for name in names]
-            found = [request.constants(location, rows) for request, rows in zip(requests, served, strict=True)]
+            try:
+                found = [request.constants(location, rows) for request, rows in zip(requests, served, strict=True)]
+            except Exception:  # of a block that raises the same
+                return None
             program.kept = {number: _joined_constant([one[number] for one in found]) for number in found[0]}
             if any(program.kept[number] is None for number in program.used):
                 return None
@@ -486,6 +532,12 @@ def _joined_constant(values: list[Any]) -> Any:
     return first if not isinstance(first, torch.Tensor) and all(one == first for one in values) else None
 
 
+def _are_apart(value: Any) -> bool:
+    """Whether the tensors of a value share no memory."""
+    tensors = [one for one in (value if type(value) is tuple else (value,)) if isinstance(one, torch.Tensor)]
+    return len({one.untyped_storage().data_ptr() for one in tensors}) == len(tensors)
+
+
 def _run_together(group: _Together, value: Any) -> None:
     _, program, index, items = group
     tensors = value if type(value) is tuple else (value,)
@@ -494,11 +546,14 @@ def _run_together(group: _Together, value: Any) -> None:
     for at in used:
         one = tensors[at]
         rows[at] = one[index] if isinstance(one, torch.Tensor) and one.ndim else one
-    program.run(tuple(rows) if type(value) is tuple else rows[0])
-    if not isinstance(index, slice):
-        for at in used:
-            if isinstance(tensors[at], torch.Tensor) and tensors[at].ndim:
-                tensors[at][index] = rows[at]
+    try:
+        program.run(tuple(rows) if type(value) is tuple else rows[0])
+    finally:
+        # Also what was done before an operation that failed.
+        if not isinstance(index, slice):
+            for at in used:
+                if isinstance(tensors[at], torch.Tensor) and tensors[at].ndim:
+                    tensors[at][index] = rows[at]
 
 
 def _served(value: Any, row: _Row, total: int, count: int, *, by_request: bool) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from tracewire_engine.protocol.known_edits import Edit, Operation
 
 __all__ = [
     "IN_PLACE",
+    "LIST",
+    "LOGITS",
     "ON_NUMBERS",
     "OPERATORS",
     "OTHER",
@@ -37,8 +40,11 @@ __all__ = [
     "is_known",
 ]
 
+#: Of the locations with edits, the one whose value is a tensor for certain.
+LOGITS = "model.logits"
+
 #: How many operations an edit may have.
-_MOST_OPERATIONS = 1024
+_MOST_OPERATIONS = 64
 
 #: Operators, by the names of operations. The operation of `+=` has an `i` before the name.
 OPERATORS: dict[type[ast.operator], str] = {
@@ -82,16 +88,23 @@ class Other:
 
 OTHER, OWN = Other(), Other(own=True)
 
-
-#: What a name stands for that may stand for nothing; and the number of a step.
-UNBOUND, STEP = Other(), Other(own=True)
+#: What a name stands for that may stand for nothing; the number of a step; and a list of the block's own.
+UNBOUND, STEP, LIST = Other(), Other(own=True), Other(own=True)
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of Python's."""
+    """A number of Python's.
+
+    Raises:
+        Unclear: it has more than 64 bits.
+    """
 
     value: bool | int | float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, int) and not -(1 << 63) <= self.value < 1 << 63:
+            raise Unclear
 
 
 @dataclass(frozen=True)
@@ -162,36 +175,87 @@ class Growing:
     location: str
     first: int
     end: int | None
+    #: Numbers the operations of all edits of the block, in their order.
+    clock: Iterator[int] = field(default_factory=count)
     operations: list[Operation] = field(default_factory=list)
     effects: list[int] = field(default_factory=list)
     leaves: list[list[Any]] = field(default_factory=list)
     constants: dict[Constant, int] = field(default_factory=dict)
-    #: Operations that may raise an error; and how many of those there are that the last effect comes behind.
+    #: When each operation is done; those that may raise an error; and those with nothing of the model's but its form.
+    times: list[int] = field(default_factory=list)
     risky: set[int] = field(default_factory=set)
+    plain: set[int] = field(default_factory=set)
+    #: Readings of a residual stream that the block must not change any more.
+    dead: set[int] = field(default_factory=set)
+    #: Operations that only check the value, and into how many items the block unpacks it.
+    checks: set[int] = field(default_factory=set)
+    items: int = 1
+
+    def unpack(self, items: int) -> None:
+        """Have the value unpacked into so many items. It may have more, or fewer."""
+        self.checks.add(self.emit("unpack", [["r", 0], items]))
+        self.items = items
 
     def emit(self, name: str, arguments: list[Any], options: dict[str, Any] | None = None) -> int:
         """Add an operation. Returns its register."""
         if len(self.operations) >= _MOST_OPERATIONS:
             raise Unclear
         self.operations.append(Operation(name, arguments, options or {}))
+        self.times.append(next(self.clock))
         number = len(self.operations)
         if not self._is_sure(name, arguments, options):
             self.risky.add(number)
+        if name == "attribute" or self.plain.issuperset(_registers(self.operations[-1])):
+            self.plain.add(number)
         return number
 
     def _is_sure(self, name: str, arguments: list[Any], options: dict[str, Any] | None) -> bool:
         """Whether an operation raises no error, whatever the value is."""
-        if name in ("attribute", "stream", "put_stream", "zero_", "relu_", "neg_"):
+        if name in ("stream", "put_stream"):
             return True
         if name == "getitem":
-            of, row, *columns = arguments
-            if of[0] != "r" or len(columns) > 1 or not all(isinstance(one, list) and one[0] == "s" for one in columns):
-                return False
-            return row in (0, -1, ["e"]) or (isinstance(row, list) and row[0] == "s" and row[3] in (None, 1))
-        if name in SURE and len(arguments) == 1 and not options:
-            return True
-        plain = all(isinstance(one, bool | int | float) for one in arguments[1:])
+            return len(arguments) == 2 and self._has_item(*arguments)
+        if ["r", 0] in arguments and self.location != LOGITS:
+            # It may be a tuple.
+            return False
+        if name in SURE or name in ("attribute", "zero_", "relu_", "neg_"):
+            return name == "attribute" or (len(arguments) == 1 and not options)
+        if name == "to":
+            return len(arguments) == 2 and not options and self._is_dtype(arguments[1])
+        plain = all(type(one) in (int, float) for one in arguments[1:]) and not self._is_dtype(arguments[0])
         return plain and name.removeprefix("i") in ("add", "sub", "mul", "truediv", "fill_")
+
+    def _is_dtype(self, argument: Any) -> bool:
+        match argument:
+            case ["d", _]:
+                return True
+            case ["r", number]:
+                return bool(number > 0 and self.operations[number - 1].name == "attribute")
+        return False
+
+    def _has_item(self, of: Any, row: Any) -> bool:
+        """Whether a register is sure to have an item: a row of a value of the model, or of a residual stream."""
+        match of:
+            case ["r", 0]:
+                whole = self.location == LOGITS
+            case ["r", number]:
+                made = self.operations[number - 1]
+                item = made.name == "getitem" and made.arguments[0] == ["r", 0] and len(made.arguments) == 2
+                whole = made.name == "stream" or (item and type(made.arguments[1]) is int)
+            case _:
+                return False
+        if not whole:
+            return of == ["r", 0] and type(row) is int and 0 <= row < self.items
+        return row in (0, -1, ["e"]) or (isinstance(row, list) and row[0] == "s" and row[3] in (None, 1))
+
+    def streams(self) -> set[int]:
+        """The readings of the residual stream."""
+        return {number for number, one in enumerate(self.operations, 1) if one.name == "stream"}
+
+    def is_one_way(self) -> bool:
+        """Whether the block uses the residual stream alone, or the layer's output alone."""
+        streams = [one for one in self.operations if one.name in ("stream", "put_stream")]
+        return not streams or not any(["r", 0] in one.arguments for one in self.operations if one not in streams)
 
     def root(self, number: int) -> int:
         """The register whose memory a register's value shares.
@@ -210,25 +274,25 @@ class Growing:
 
     def is_constant(self, number: int) -> bool:
         """Whether a register's value has nothing of the model's but its form."""
-        if not number:
-            return False
-        operation = self.operations[number - 1]
-        return operation.name == "attribute" or all(map(self.is_constant, _registers(operation)))
+        return number in self.plain
 
-    def done(self) -> Edit:
+    def done(self, last: int | None = None) -> Edit:
         """The edit, with the operations that matter alone.
 
+        Args:
+            last: when the block writes last (see `times`); `None` if it may write behind all.
+
         Raises:
-            Unclear: another operation may raise an error.
+            Unclear: another operation may raise an error before that.
         """
         needed: set[int] = set()
-        waiting = list(self.effects)
+        waiting = [*self.effects, *(one for one in self.checks if last is None or self.times[one - 1] < last)]
         while waiting:
             one = waiting.pop()
             if one and one not in needed:
                 needed.add(one)
                 waiting += _registers(self.operations[one - 1])
-        if any(one not in needed for one in self.risky):
+        if any(one not in needed and (last is None or self.times[one - 1] < last) for one in self.risky):
             raise Unclear
         numbers = {old: new for new, old in enumerate(sorted(needed), 1)} | {0: 0}
         kept = [_renumbered(self.operations[one - 1], numbers) for one in sorted(needed)]
@@ -249,6 +313,7 @@ def _renumbered(operation: Operation, numbers: Mapping[int, int]) -> Operation:
 
 
 def is_known(argument: Any) -> bool:
+    """Whether an operation can take a symbol."""
     return not isinstance(argument, Other | Module | Stream | Name | Numbers)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from tracewire_engine.protocol.known_edits import Edit
 
 from .edit_symbols import (
+    LOGITS,
     OTHER,
-    PARTS,
     SURE,
     Constant,
     Dtype,
@@ -25,6 +26,12 @@ from .reading import ModelPaths
 
 __all__ = ["EditWalk"]
 
+#: The locations behind the layers, in their order.
+_LAST = (LOGITS, "model.samples")
+
+#: Through how many statements of a block this goes, each turn of a loop over known numbers counted.
+_MOST_STATEMENTS = 10_000
+
 
 class EditWalk:
     """The edits of a block, as far as its source was gone through.
@@ -37,6 +44,7 @@ class EditWalk:
     def __init__(self, paths: ModelPaths, arrays: frozenset[str]) -> None:
         self._paths, self._arrays = paths, arrays
         self._edits: dict[str, Growing] = {}
+        self._clock = count()
         #: Where the block is, and how many visits of locations there were.
         self._at: str | None = None
         self.visit = 0
@@ -47,10 +55,21 @@ class EditWalk:
         #: In which steps the statement under way is run (`None`: nobody knows); and whether it may also not be.
         self.steps: tuple[int, int | None] | None = (0, 1)
         self.maybe = 0
-        #: Whether the block may change an array of its own.
+        #: Whether the block may change an array of its own; and how many statements there may still be.
         self.changes = False
+        self._left = _MOST_STATEMENTS
         #: Whether the block adds to a container that may be one of its variables; and whether it goes through one.
         self.fills = self.goes_by_list = False
+
+    def take(self) -> None:
+        """Count a statement.
+
+        Raises:
+            Unclear: these are too many.
+        """
+        self._left -= 1
+        if self._left < 0:
+            raise Unclear
 
     def ask(self, location: str) -> Register:
         """The value of a location that the block asks for."""
@@ -62,25 +81,30 @@ class EditWalk:
         if self.steps is None:
             return Register(Growing(location, 0, 0), 0, -1)
         if growing is None:
-            growing = self._edits[location] = Growing(location, *self.steps)
+            growing = self._edits[location] = Growing(location, *self.steps, self._clock)
         elif (growing.first, growing.end) != self.steps:
             # It may be in several loops.
-            if growing.effects:
+            if growing.effects or growing.risky:
                 raise Unclear
-            growing = self._edits[location] = Growing(location, *self.steps)
+            growing = self._edits[location] = Growing(location, *self.steps, self._clock)
         return Register(growing, 0, self.visit)
 
     def _pass(self, location: str) -> None:
-        """Note how far a block is that has come to a location. One that the model has passed raises an error."""
+        """Note how far a block is that has come to a location.
+
+        Raises:
+            Unclear: the model may have passed it, so that the block fails there or waits for the next step.
+        """
         head, _, end = location.removeprefix(f"{self._paths.layers}.").partition(".")
-        if location == "model.logits":
-            reached = (len(self._paths.children[self._paths.layers]), True)
+        if location in _LAST:
+            reached = (len(self._paths.children[self._paths.layers]), location == _LAST[1])
         elif location.startswith(f"{self._paths.layers}.") and head.isdecimal():
             reached = (int(head), end == "output")
         else:
-            reached = self.reached
-        self.unsure |= reached <= self.reached or not self._paths.serves(location)
-        self.reached = max(reached, self.reached)
+            raise Unclear
+        if reached <= self.reached or not self._paths.serves(location):
+            raise Unclear
+        self.reached = reached
 
     def doubt(self, value: Any = OTHER) -> Any:
         """Take it that the block may have failed. Returns a value."""
@@ -101,8 +125,8 @@ class EditWalk:
             raise Unclear
         edit = target.edit
         root = edit.root(target.number)
-        if edit.is_constant(root):
-            # The next step would find it changed.
+        if edit.is_constant(root) or root in edit.dead:
+            # The next step would find it changed, or the stream was assigned since it was read.
             raise Unclear
         changed = self.operation(name, [target, *arguments], options or {})
         if not isinstance(changed, Register):
@@ -110,7 +134,14 @@ class EditWalk:
         edit.effects.append(changed.number)
         if root and edit.operations[root - 1].name == "stream":
             self.put_stream(edit, root)
+            # A block that changes another reading, too, fails.
+            edit.dead |= edit.streams() - {root}
         return changed
+
+    def assign_stream(self, edit: Growing, stream: int) -> None:
+        """Take an assignment to a residual stream. What was read of it before changes nothing any more."""
+        edit.dead |= edit.streams()
+        self.put_stream(edit, stream)
 
     @staticmethod
     def put_stream(edit: Growing, stream: int) -> None:
@@ -135,12 +166,20 @@ class EditWalk:
     def _is_sure_of(self, made: Constant) -> bool:
         """Whether an operation on variables raises no error."""
         tensors = [one for one in made.arguments if not isinstance(one, Number | Dtype)]
-        if made.options or not all(isinstance(one, Constant) or one.name in self._arrays for one in tensors):
+        if (
+            made.options
+            or not tensors
+            or not all(isinstance(one, Constant) or one.name in self._arrays for one in tensors)
+        ):
             return False
         if any(isinstance(one, Leaf) and one.keys for one in tensors):
             return False
-        if made.name in SURE or made.name == "to":
-            return len(made.arguments) == 1 or isinstance(made.arguments[1], Dtype)
+        if made.name in SURE:
+            return len(made.arguments) == 1
+        if made.name == "to":
+            return len(made.arguments) == 2 and isinstance(made.arguments[1], Dtype)
+        if any(isinstance(one, Dtype) or type(getattr(one, "value", 0)) is bool for one in made.arguments):
+            return False
         single = [one for one in tensors if isinstance(one, Constant) and one.name in ("norm", "sum")]
         return made.name in ("add", "sub", "mul", "truediv") and len(tensors) - len(single) <= 1
 
@@ -150,19 +189,13 @@ class EditWalk:
         Raises:
             Unclear: it may be otherwise, for what the block does elsewhere.
         """
-        found = [one.done() for one in self._edits.values() if one.effects]
+        writing = [one for one in self._edits.values() if one.effects]
+        last = max([one.times[number - 1] for one in writing for number in one.effects], default=-1)
+        # An operation that raises an error ends the block, wherever it is.
+        every = [one.done(last) for one in self._edits.values() if one.effects or one.risky]
+        found = [one for one in every if one.operations]
         if self.fills and (self.goes_by_list or any(len(leaf) > 1 for one in found for leaf in one.leaves)):
             raise Unclear
-        if not all(map(_is_one_way, found)):
+        if not all(one.is_one_way() for one in writing):
             raise Unclear
         return found
-
-
-def _is_one_way(edit: Edit) -> bool:
-    """Whether a block that changes a residual stream changes the layer's output in no other way."""
-    effects = [one for one in edit.operations if one.name in PARTS - {"getitem"} or one.name == "put_stream"]
-    streams = [one.name == "put_stream" for one in effects]
-    if not any(streams):
-        return True
-    growing = Growing(edit.location, 0, None, list(edit.operations))
-    return all(one.name == "put_stream" or growing.root(one.arguments[0][1]) for one in effects)

@@ -17,7 +17,7 @@ import torch
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
-from tracewire_engine.protocol.block_host import Arrived, Finished, Generated, Reply, Steered
+from tracewire_engine.protocol.block_host import Arrived, EditsFailed, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
 from tracewire_engine.worker.request_book import token_index
 
@@ -368,28 +368,31 @@ class HostedBlocks:
         readers = [host for host in watching if host.reads is not None]
         if readers:
             self._staged.reach(location, value, readers, self._active, by_request=by_request)
-            self._edit(location, value, readers, by_request=by_request)
+            self._edit(location, value, by_request=by_request)
             watching = [host for host in watching if host.reads is None]
         if not watching:
             return []
         return self._turns.share_with(watching, location, value, pinned=self._on_gpu, by_request=by_request)
 
-    def _edit(self, location: str, value: Any, readers: list[BlockHost], *, by_request: bool) -> None:
+    def _edit(self, location: str, value: Any, *, by_request: bool) -> None:
         """Write what blocks of hosts for which the model does not wait write at a location."""
         try:
             self._edits.apply(location, value, by_request=by_request)
         except Exception as error:  # it costs the hosts, not the engine
             self._accounts.leave(location)
-            for host in readers:
+            for host in {self._of[name].host for name in self._edits.due(location)}:
                 self._turns.misshared(host, location, error)
 
     def end(self) -> None:
         """End the step: the hosts report it."""
         self._take_earlier()
         self._staged.give(self._active)
+        failed = self._edits.take_failed()
         for host in self._active:
             if host.failure is None:
                 host.end(self._turns.passed)
+                if own := [name for name in failed if name in self._of and self._of[name].host is host]:
+                    host.tell(EditsFailed(own))
                 # It is told of the next step soon, or another thread copies its rows.
                 copied = host.reads is not None and self._staged.expected >= _COPIED_LATER
                 self._turns.send(host, later=self._reports.short or copied)

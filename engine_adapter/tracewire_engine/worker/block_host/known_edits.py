@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from tracewire_engine.protocol.known_edits import Edit
 
 from .edit_symbols import (
     IN_PLACE,
+    LIST,
+    LOGITS,
     ON_NUMBERS,
     OPERATORS,
     OTHER,
@@ -55,8 +58,11 @@ _METHODS = frozenset(
     | {"norm", "relu", "rsqrt", "sigmoid", "sign", "sqrt", "square", "sum", "tanh", "to", "type_as", "unsqueeze"}
 )
 
-#: Methods that change a list, a dict or a set.
-_FILLING = frozenset({"append", "insert", "setdefault", "update"})
+#: Other methods that change nothing.
+_KEEPING = frozenset({"copy", "count", "dim", "get", "index", "item", "items", "keys", "numel", "size", "values"})
+
+#: Comparisons that say nothing of the order of numbers.
+_NO_ORDER = (ast.In, ast.NotIn, ast.Is, ast.IsNot)
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16", "float64"})
 
@@ -91,7 +97,7 @@ class _Finder:
 
     def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module) -> None:
         self._paths = paths
-        variables = unpack(block.variables)
+        self._variables = variables = unpack(block.variables)
         arrays = frozenset([name for name, value in variables.items() if _is_floating(value)])
         #: Where the block is, and what it writes.
         self.walk = EditWalk(paths, arrays)
@@ -104,6 +110,8 @@ class _Finder:
         self._names |= {name: _variable(name, value) for name, value in variables.items()}
         #: The names that stand for nothing but numbers, texts and containers that the block has made itself.
         self._own, self._containers = _own_names(tree, _is_plain), _own_names(tree, is_container)
+        #: Of these, those that stand for numbers.
+        self._counts = _own_names(tree, _is_number)
 
     def run(self, tree: ast.Module) -> None:
         """Go through the block.
@@ -124,6 +132,7 @@ class _Finder:
             self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> None:
+        self.walk.take()
         if isinstance(node, ast.Expr):
             self._value(node.value)
         elif isinstance(node, ast.Assign):
@@ -143,25 +152,32 @@ class _Finder:
 
     def _perhaps(self, node: ast.For | ast.If) -> None:
         """Go through statements that may be run once, never, or many times."""
+        unbound = [name for name in _stored(node) if self._names.get(name, UNBOUND) is UNBOUND]
         self._forget(node)
-        self.walk.leave()
-        self.walk.maybe += 1
-        self._body([*node.body, *node.orelse])
-        self.walk.maybe -= 1
+        with self._maybe():
+            self._body([*node.body, *node.orelse])
         self._forget(node)
-        self.walk.leave()
+        self._names |= dict.fromkeys(unbound, UNBOUND)
 
-    def _forget(self, *statements: ast.stmt) -> None:
-        """Forget what the names that these statements bind stand for."""
-        for statement in statements:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    known = OTHER if self._names.get(node.id, UNBOUND) is not UNBOUND else UNBOUND
-                    self._names[node.id] = OWN if known is OTHER and node.id in self._own else known
+    @contextmanager
+    def _maybe(self) -> Iterator[None]:
+        """Go through something that may be run once, never, or many times."""
+        visit = self.walk.visit
+        self.walk.maybe += 1
+        yield
+        self.walk.maybe -= 1
+        if self.walk.visit != visit:
+            self.walk.leave()
+
+    def _forget(self, statement: ast.stmt) -> None:
+        """Forget what the names that a statement binds stand for."""
+        for name in _stored(statement):
+            known = OTHER if self._names.get(name, UNBOUND) is not UNBOUND else UNBOUND
+            self._names[name] = OWN if known is OTHER and name in self._own else known
 
     def _is_of_step(self, node: ast.expr) -> bool:
         """Whether a condition compares the number of the step with a number."""
-        if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
+        if not isinstance(node, ast.Compare) or len(node.comparators) != 1 or isinstance(node.ops[0], _NO_ORDER):
             return False
         return self._value(node.left) is STEP and isinstance(self._value(node.comparators[0]), Number)
 
@@ -172,11 +188,13 @@ class _Finder:
                 raise Unclear
             self.walk.steps = steps
             self.walk.leave()
-            self.walk.reached = (-1, False)
+            if steps[0]:
+                self.walk.reached = (-1, False)
             # A name may stand for what the turn before has bound.
             self._forget(node)
-            if isinstance(node.target, ast.Name):
-                self._names[node.target.id] = STEP
+            if not isinstance(node.target, ast.Name):
+                raise Unclear
+            self._names[node.target.id] = STEP
             self._body(node.body)
             self._forget(node)
             # What follows is run in a step that depends on the loop.
@@ -199,6 +217,9 @@ class _Finder:
         """The steps through which a loop goes; `None` if it is another loop."""
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(called, ast.Attribute) and called.attr == "all" and self._value(called.value) == Name("tracer"):
+            assert isinstance(node, ast.Call)
+            if node.args or node.keywords:
+                raise Unclear
             return 0, None
         if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Attribute):
             return None
@@ -232,6 +253,7 @@ class _Finder:
             if isinstance(base, Other) and base.own and isinstance(target.value, ast.Name):
                 self._value(target.slice)
                 self.walk.unsure = True
+                self.walk.changes |= target.value.id not in self._containers
                 return
             self.walk.change(base, "setitem", [value, *self._places(target.slice)])
         else:
@@ -246,17 +268,19 @@ class _Finder:
         known = isinstance(value, Register) and value.edit is whole.edit and value.visit == self.walk.visit
         if self.walk.maybe or not known or self.walk.unsure:
             raise Unclear
-        self.walk.put_stream(whole.edit, value.number)
+        self.walk.assign_stream(whole.edit, value.number)
 
     def _unpack(self, targets: list[ast.expr], value: Any) -> None:
         if not all(isinstance(one, ast.Name) for one in targets):
             raise Unclear
-        whole = isinstance(value, Register) and value.number == 0
+        whole = isinstance(value, Register) and value.number == 0 and value.visit == self.walk.visit
+        if whole:
+            value.edit.unpack(len(targets))
+        else:
+            self.walk.unsure = True
         for place, one in enumerate(targets):
             assert isinstance(one, ast.Name)
-            self._names[one.id] = (
-                self.walk.operation("getitem", [value, Number(place)], {}) if whole else self.walk.doubt()
-            )
+            self._names[one.id] = self.walk.operation("getitem", [value, Number(place)], {}) if whole else OTHER
 
     def _augment(self, node: ast.AugAssign) -> None:
         name = OPERATORS.get(type(node.op))
@@ -265,20 +289,23 @@ class _Finder:
             held = self._names.get(target.id, OTHER)
             value = self._value(node.value)
             if isinstance(held, Number):
-                self._names[target.id] = _of_numbers(name or "", held, value)
+                found = self._names[target.id] = _of_numbers(name or "", held, value)
+                self.walk.unsure |= found is OTHER
+                self.walk.changes |= not isinstance(value, Number)
             elif isinstance(held, Register) and name is not None:
                 self._names[target.id] = self.walk.change(held, f"i{name}", [value])
             elif target.id not in self._own or not isinstance(held, Other):
                 raise Unclear
             else:
-                self.walk.unsure |= not isinstance(value, Number)
+                adds = isinstance(value, Number) and target.id in self._counts and name in ("add", "sub", "mul")
+                self.walk.unsure |= not adds and not (held is LIST and value is LIST and name == "add")
                 self.walk.changes |= not isinstance(value, Number) and target.id not in self._containers
             return
         if name is None:
             raise Unclear
         if isinstance(target, ast.Subscript):
             base = self._value(target.value)
-            if not isinstance(base, Register):
+            if not isinstance(base, Register) or (base.number == 0 and base.edit.location != LOGITS):
                 raise Unclear
             held = self.walk.operation("getitem", [base, *self._places(target.slice)], {})
             self.walk.change(held, f"i{name}", [self._value(node.value)])
@@ -311,7 +338,7 @@ class _Finder:
                 left, right = self._value(node.left), self._value(node.right)
                 name = OPERATORS.get(type(node.op), "")
                 found = _of_numbers(name, left, right)
-                if found is OTHER and name:
+                if found is OTHER and name and not (isinstance(left, Number) and isinstance(right, Number)):
                     found = self.walk.operation(name, [left, right], {})
                 return self.walk.doubt(OWN) if isinstance(found, Other) else found
             case ast.UnaryOp(op=ast.USub()):
@@ -324,14 +351,11 @@ class _Finder:
                 return self._comprehension(node)
             case ast.IfExp() | ast.BoolOp() | ast.Compare():
                 # Not all of it may be run.
-                self.walk.leave()
-                self.walk.maybe += 1
-                self._parts(node)
-                self.walk.maybe -= 1
-                self.walk.leave()
+                with self._maybe():
+                    self._parts(node)
             case ast.List() | ast.Tuple() | ast.Dict(keys=[]):
                 self._parts(node)
-                return OWN if is_container(node) else OTHER
+                return LIST if isinstance(node, ast.List) else OWN if is_container(node) else OTHER
             case _:
                 self._parts(node)
         return self.walk.doubt(OWN if is_new(node) else OTHER)
@@ -344,19 +368,16 @@ class _Finder:
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> Any:
         """A comprehension, whose parts may be run any number of times."""
         outer = dict(self._names)
-        self.walk.leave()
-        self.walk.maybe += 1
-        for one in node.generators:
-            self._value(one.iter)
-            for name in ast.walk(one.target):
-                if isinstance(name, ast.Name):
-                    self._names[name.id] = OTHER
-            for condition in one.ifs:
-                self._value(condition)
-        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
-            self._value(part)
-        self.walk.maybe -= 1
-        self.walk.leave()
+        with self._maybe():
+            for one in node.generators:
+                self._value(one.iter)
+                for name in ast.walk(one.target):
+                    if isinstance(name, ast.Name):
+                        self._names[name.id] = OTHER
+                for condition in one.ifs:
+                    self._value(condition)
+            for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+                self._value(part)
         self._names = outer
         return self.walk.doubt(OWN if is_container(node) else OTHER)
 
@@ -399,11 +420,7 @@ class _Finder:
         if isinstance(owner, Module):
             return self._child(owner.path, self._value(node.slice))
         if isinstance(owner, Leaf):
-            key = self._value(node.slice)
-            if isinstance(key, Number):
-                return Leaf(owner.name, (*owner.keys, key.value))
-            text = node.slice.value if isinstance(node.slice, ast.Constant) else None
-            return Leaf(owner.name, (*owner.keys, text)) if isinstance(text, str) else self.walk.doubt()
+            return self._item_of_variable(owner, node.slice)
         if not isinstance(owner, Register):
             self._value(node.slice)
             return self.walk.doubt()
@@ -414,6 +431,20 @@ class _Finder:
             return self.walk.doubt()
         found = self.walk.operation("getitem", [owner, *places], {})
         return self.walk.doubt() if found is OTHER else found
+
+    def _item_of_variable(self, owner: Leaf, place: ast.expr) -> Any:
+        found = self._value(place)
+        key = found.value if isinstance(found, Number) else place.value if isinstance(place, ast.Constant) else None
+        if type(key) not in (int, str):
+            return self.walk.doubt()
+        leaf = Leaf(owner.name, (*owner.keys, key))
+        value = self._variables[leaf.name]
+        try:
+            for one in leaf.keys:
+                value = value[one]
+        except (LookupError, TypeError, ValueError):
+            return self.walk.doubt()
+        return leaf
 
     def _child(self, path: str, index: Any) -> Any:
         children = self._paths.children[path]
@@ -459,16 +490,19 @@ class _Finder:
             if name not in IN_PLACE or not options.keys() <= _OPTIONS:
                 raise Unclear
             return self.walk.change(owner, name, arguments, options)
-        if name in _FILLING:
-            if not isinstance(owner, Other):
+        if name not in _METHODS | SURE_OTHERS | _KEEPING:
+            # It may change a list or a dict.
+            if not isinstance(owner, Other | Name | Register):
                 raise Unclear
-            self.walk.fills |= not owner.own
-            return OTHER if owner.own and name == "append" and not options else self.walk.doubt()
+            self.walk.fills |= isinstance(owner, Other) and not owner.own
+        if owner is LIST and name == "append" and len(arguments) == 1 and not options:
+            return OTHER
         if name in _METHODS and options.keys() <= _OPTIONS:
             found = self.walk.operation(name, [owner, *arguments], options)
             if found is not OTHER:
                 return found
-        if isinstance(owner, Register) and name in SURE_OTHERS and not arguments and not options:
+        whole = isinstance(owner, Register) and (owner.number or owner.edit.location == LOGITS)
+        if whole and name in SURE_OTHERS and not arguments and not options:
             return OTHER
         # The tracer's `stop` ends a block, too.
         return self.walk.doubt(OWN if is_new(node) else OTHER)
@@ -521,6 +555,15 @@ def _own_names(tree: ast.Module, check: Callable[[ast.expr], bool]) -> set[str]:
     return {name for name, values in assigned.items() if all(one is not None and check(one) for one in values)}
 
 
+def _stored(node: ast.AST) -> list[str]:
+    """The names that a statement, or a target, binds."""
+    return [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
 def _is_plain(node: ast.expr) -> bool:
     """Whether an expression is a number or a text, or makes a list, a dict or a set."""
     return isinstance(node, ast.Constant) or is_container(node)
@@ -533,6 +576,6 @@ def _bindings(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
                 if isinstance(target, ast.Name):
                     yield target.id, node.value
                 else:
-                    yield from ((one.id, None) for one in ast.walk(target) if isinstance(one, ast.Name))
+                    yield from ((name, None) for name in _stored(target))
         elif isinstance(node, ast.For | ast.comprehension):
-            yield from ((one.id, None) for one in ast.walk(node.target) if isinstance(one, ast.Name))
+            yield from ((name, None) for name in _stored(node.target))

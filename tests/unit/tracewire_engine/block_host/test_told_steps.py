@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tracewire_engine.block_host.expected_value import ExpectedValue
 from tracewire_engine.block_host.told_steps import RepeatedStep, ToldSteps, ValueChanged
 from tracewire_engine.link.shared_rows import RowMemory, aligned, pack_value
 from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape, Steered
@@ -58,7 +60,7 @@ class Steps:
 
 def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, dict):
         one, other = list(one.items()), list(other.items())
     if isinstance(one, list | tuple):
@@ -70,7 +72,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randint(0, 100, shape).to(dtype)
 
 
-VALUES = {
+VALUES: dict[str, Callable[[], list[Any]]] = {
     "tensors of one form": lambda: [tensor(2, 16) for _ in range(20)],
     "tuples of one form": lambda: [(tensor(2, 16), tensor(2, 16)) for _ in range(11)],
     "forms in turns": lambda: [(tensor(2, 16), tensor(1, 8, dtype=torch.bfloat16)) for _ in range(3)],
@@ -125,6 +127,93 @@ def test_a_change_of_any_value_is_noticed(name: str) -> None:
             for place, (_, value) in enumerate(step.values(steps.memory, lambda one: one)):
                 if place == changed:
                     (value if isinstance(value, torch.Tensor) else value[-1]).add_(1)
+
+
+def scaled(value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of a value, each with what is expected of it: twice as much of the first, and the others as is."""
+    tensors = list(value) if isinstance(value, tuple) else [value]
+    return [(one, one.clone() if place else one * 2) for place, one in enumerate(tensors)]
+
+
+def keep_the_first(one: torch.Tensor, copy: torch.Tensor) -> None:
+    """Take it that the block of the first row is over."""
+    copy[0] = one[0]
+
+
+def keep_none(one: torch.Tensor, copy: torch.Tensor) -> None:
+    """Take it that no block is over."""
+
+
+def expect_all(_: Reached, value: Any) -> ExpectedValue:
+    return ExpectedValue(scaled(value), keep_none)
+
+
+@pytest.mark.parametrize("name", ["tensors of one form", "tuples of one form", "forms in turns", "large"])
+def test_a_value_that_is_left_as_expected_has_not_changed(name: str) -> None:
+    values = VALUES[name]()
+    for expecting in range(len(values)):
+        steps = Steps()
+        steps.begin(VALUES[name]())
+        step = steps.repeat(VALUES[name](), 1)
+        place = -1
+
+        def expect(reached: Reached, value: Any, at: str = f"at{expecting}") -> ExpectedValue | None:
+            return ExpectedValue(scaled(value), keep_none) if reached.location == at else None
+
+        for place, (_, value) in enumerate(step.values(steps.memory, lambda one: one, expect)):
+            if place == expecting:
+                (value[0] if isinstance(value, tuple) else value).mul_(2)
+        assert place == len(values) - 1
+
+
+#: What a block does to the first tensor of a value, which it should scale by two, and to the last one.
+OTHERWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "nothing": lambda first, last: None,
+    "too much": lambda first, last: first.mul_(3),
+    "one number more": lambda first, last: (first.mul_(2), first[-1, -1:].add_(1)),
+    "another tensor of the value": lambda first, last: (first.mul_(2), last.add_(1)),
+}
+
+
+@pytest.mark.parametrize("name", ["tuples of one form", "forms in turns"])
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_a_value_that_is_left_otherwise_has_changed(name: str, how: str) -> None:
+    steps = Steps()
+    steps.begin(VALUES[name]())
+    step = steps.repeat([(first + 1, last + 1) for first, last in VALUES[name]()], 1)
+    with pytest.raises(ValueChanged):
+        for place, (_, (first, last)) in enumerate(step.values(steps.memory, lambda one: one, expect_all)):
+            first.mul_(2) if place != 1 else OTHERWISE[how](first, last)
+
+
+def test_what_blocks_that_are_over_leave_of_an_expected_value_is_not_compared() -> None:
+    for row, changed in ((0, False), (1, True)):
+        steps = Steps()
+        steps.begin([tensor(2, 16)])
+        step = steps.repeat([tensor(2, 16) + 1], 1)
+        served = step.values(steps.memory, lambda one: one, lambda _, one: ExpectedValue(scaled(one), keep_the_first))
+        _, value = next(served)
+        value.mul_(2)
+        value[row] += 5
+        if changed:
+            with pytest.raises(ValueChanged):
+                next(served)
+        else:
+            assert next(served, None) is None
+
+
+def test_beside_an_expected_value_another_one_may_not_change() -> None:
+    """Also if both were copied together."""
+    steps = Steps()
+    steps.begin([tensor(2, 16), tensor(2, 16)])
+    step = steps.repeat([tensor(2, 16), tensor(2, 16)], 1)
+
+    def expect(reached: Reached, value: Any) -> ExpectedValue | None:
+        return ExpectedValue(scaled(value), keep_none) if reached.location == "at0" else None
+
+    with pytest.raises(ValueChanged):
+        for place, (_, value) in enumerate(step.values(steps.memory, lambda one: one, expect)):
+            value.add_(1) if place else value.mul_(2)
 
 
 def test_the_last_whole_step_is_repeated_in_whatever_turns_it_was_told() -> None:
