@@ -15,16 +15,14 @@ of the edit, which then raises the same error.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tracewire_bus.wire.messages import Block
-from tracewire_bus.wire.packing import unpack
 from tracewire_engine.protocol.known_edits import Edit
 
+from .edit_names import EditNames
 from .edit_symbols import (
     IN_PLACE,
     LIST,
@@ -96,22 +94,9 @@ class _Finder:
     """Goes through one block."""
 
     def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module) -> None:
-        self._paths = paths
-        self._variables = variables = unpack(block.variables)
-        arrays = frozenset([name for name, value in variables.items() if _is_floating(value)])
+        self._paths, self._names = paths, EditNames(block, paths, tree)
         #: Where the block is, and what it writes.
-        self.walk = EditWalk(paths, arrays)
-        model, tracer, live = block.parameters
-        self._names: dict[str, Any] = {model: Module("model"), tracer: Name("tracer"), live: Name("live")}
-        self._names |= {name: Name(module) for name, module in block.modules.items()}
-        self._names |= {
-            name: Module(paths.same[f"model.{path}" if path else "model"]) for name, path in block.paths.items()
-        }
-        self._names |= {name: _variable(name, value) for name, value in variables.items()}
-        #: The names that stand for nothing but numbers, texts and containers that the block has made itself.
-        self._own, self._containers = _own_names(tree, _is_plain), _own_names(tree, is_container)
-        #: Of these, those that stand for numbers.
-        self._counts = _own_names(tree, _is_number)
+        self.walk = EditWalk(paths, self._names.arrays)
 
     def run(self, tree: ast.Module) -> None:
         """Go through the block.
@@ -152,11 +137,10 @@ class _Finder:
 
     def _perhaps(self, node: ast.For | ast.If) -> None:
         """Go through statements that may be run once, never, or many times."""
-        unbound = [name for name in _stored(node) if self._names.get(name, UNBOUND) is UNBOUND]
-        self._forget(node)
+        unbound = self._names.forget(node)
         with self._maybe():
             self._body([*node.body, *node.orelse])
-        self._forget(node)
+        self._names.forget(node)
         self._names |= dict.fromkeys(unbound, UNBOUND)
 
     @contextmanager
@@ -168,12 +152,6 @@ class _Finder:
         self.walk.maybe -= 1
         if self.walk.visit != visit:
             self.walk.leave()
-
-    def _forget(self, statement: ast.stmt) -> None:
-        """Forget what the names that a statement binds stand for."""
-        for name in _stored(statement):
-            known = OTHER if self._names.get(name, UNBOUND) is not UNBOUND else UNBOUND
-            self._names[name] = OWN if known is OTHER and name in self._own else known
 
     def _is_of_step(self, node: ast.expr) -> bool:
         """Whether a condition compares the number of the step with a number."""
@@ -191,12 +169,12 @@ class _Finder:
             if steps[0]:
                 self.walk.reached = (-1, False)
             # A name may stand for what the turn before has bound.
-            self._forget(node)
+            self._names.forget(node)
             if not isinstance(node.target, ast.Name):
                 raise Unclear
             self._names[node.target.id] = STEP
             self._body(node.body)
-            self._forget(node)
+            self._names.forget(node)
             # What follows is run in a step that depends on the loop.
             self.walk.steps = None
             self.walk.leave()
@@ -253,7 +231,7 @@ class _Finder:
             if isinstance(base, Other) and base.own and isinstance(target.value, ast.Name):
                 self._value(target.slice)
                 self.walk.unsure = True
-                self.walk.changes |= target.value.id not in self._containers
+                self.walk.changes |= target.value.id not in self._names.containers
                 return
             self.walk.change(base, "setitem", [value, *self._places(target.slice)])
         else:
@@ -294,12 +272,12 @@ class _Finder:
                 self.walk.changes |= not isinstance(value, Number)
             elif isinstance(held, Register) and name is not None:
                 self._names[target.id] = self.walk.change(held, f"i{name}", [value])
-            elif target.id not in self._own or not isinstance(held, Other):
+            elif target.id not in self._names.own or not isinstance(held, Other):
                 raise Unclear
             else:
-                adds = isinstance(value, Number) and target.id in self._counts and name in ("add", "sub", "mul")
+                adds = isinstance(value, Number) and target.id in self._names.counts and name in ("add", "sub", "mul")
                 self.walk.unsure |= not adds and not (held is LIST and value is LIST and name == "add")
-                self.walk.changes |= not isinstance(value, Number) and target.id not in self._containers
+                self.walk.changes |= not isinstance(value, Number) and target.id not in self._names.containers
             return
         if name is None:
             raise Unclear
@@ -378,7 +356,8 @@ class _Finder:
                     self._value(condition)
             for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
                 self._value(part)
-        self._names = outer
+        self._names.clear()
+        self._names.update(outer)
         return self.walk.doubt(OWN if is_container(node) else OTHER)
 
     def _attribute(self, node: ast.Attribute) -> Any:
@@ -396,7 +375,9 @@ class _Finder:
     def _of_module(self, path: str, name: str) -> Any:
         if name == "output":
             found = self.walk.ask(f"{path}.output")
-            return found if self._has_rows(path) else self.walk.doubt()
+            # Those of other modules may have other rows.
+            layers = self._paths.layers
+            return found if layers and path.startswith(f"{layers}.") else self.walk.doubt()
         if name in ("input", "inputs"):
             self.walk.ask(f"{path}.input")
             return OTHER
@@ -405,11 +386,6 @@ class _Finder:
             return found if name == "logits" else OTHER
         child = self._paths.child(path, name)
         return self.walk.doubt() if child is None else Module(child)
-
-    def _has_rows(self, path: str) -> bool:
-        """Whether the values of a module are known to have a row for each token."""
-        layers = self._paths.layers
-        return bool(layers) and path.startswith(f"{layers}.")
 
     def _stream(self, owner: Stream) -> Any:
         whole = self.walk.ask(f"{owner.path}.output")
@@ -420,7 +396,8 @@ class _Finder:
         if isinstance(owner, Module):
             return self._child(owner.path, self._value(node.slice))
         if isinstance(owner, Leaf):
-            return self._item_of_variable(owner, node.slice)
+            found = self._names.item(owner, node.slice, self._value(node.slice))
+            return self.walk.doubt() if found is OTHER else found
         if not isinstance(owner, Register):
             self._value(node.slice)
             return self.walk.doubt()
@@ -431,20 +408,6 @@ class _Finder:
             return self.walk.doubt()
         found = self.walk.operation("getitem", [owner, *places], {})
         return self.walk.doubt() if found is OTHER else found
-
-    def _item_of_variable(self, owner: Leaf, place: ast.expr) -> Any:
-        found = self._value(place)
-        key = found.value if isinstance(found, Number) else place.value if isinstance(place, ast.Constant) else None
-        if type(key) not in (int, str):
-            return self.walk.doubt()
-        leaf = Leaf(owner.name, (*owner.keys, key))
-        value = self._variables[leaf.name]
-        try:
-            for one in leaf.keys:
-                value = value[one]
-        except (LookupError, TypeError, ValueError):
-            return self.walk.doubt()
-        return leaf
 
     def _child(self, path: str, index: Any) -> Any:
         children = self._paths.children[path]
@@ -531,51 +494,3 @@ def _of_numbers(name: str, left: Any, right: Any) -> Any:
         return Number(ON_NUMBERS[name](left.value, right.value))
     except ArithmeticError:
         return OTHER
-
-
-def _is_floating(value: Any) -> bool:
-    """Whether a variable is an array of floating-point numbers."""
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fV"
-
-
-def _variable(name: str, value: Any) -> Any:
-    """What a variable stands for."""
-    if isinstance(value, bool | int | float):
-        return Number(value)
-    if isinstance(value, list) and all(type(one) is int for one in value):
-        return Numbers(tuple(value))
-    return Leaf(name) if isinstance(value, np.ndarray | list | tuple | dict) else OTHER
-
-
-def _own_names(tree: ast.Module, check: Callable[[ast.expr], bool]) -> set[str]:
-    """The names to which nothing is ever assigned but what passes a check."""
-    assigned: dict[str, list[ast.expr | None]] = {}
-    for name, value in _bindings(tree):
-        assigned.setdefault(name, []).append(value)
-    return {name for name, values in assigned.items() if all(one is not None and check(one) for one in values)}
-
-
-def _stored(node: ast.AST) -> list[str]:
-    """The names that a statement, or a target, binds."""
-    return [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
-
-
-def _is_plain(node: ast.expr) -> bool:
-    """Whether an expression is a number or a text, or makes a list, a dict or a set."""
-    return isinstance(node, ast.Constant) or is_container(node)
-
-
-def _bindings(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    yield target.id, node.value
-                else:
-                    yield from ((name, None) for name in _stored(target))
-        elif isinstance(node, ast.For | ast.comprehension):
-            yield from ((name, None) for name in _stored(node.target))

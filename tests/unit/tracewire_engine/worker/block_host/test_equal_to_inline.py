@@ -224,7 +224,21 @@ def ended(outcome: Outcome) -> Any:
     return how, outcome.finish.stopped, outcome.finish.tokens, [(step.index, step.ended) for step in outcome.steps]
 
 
-def run(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Outcome], dict[str, list[Any]]]:
+def run(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Outcome], list[list[int]]]:
+    """Run blocks. Returns their outcomes, and the samples of all steps."""
+    for name, block in blocks.items():
+        model.open(name, block_of(block))
+    samples = []
+    for index in range(STEPS):
+        drawn = model.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
+        samples.append(drawn.flatten().tolist())
+    for name in blocks:
+        model.finish(name, STEPS)
+    model.wait(*blocks)
+    return {name: model.outcomes[name] for name in blocks}, samples
+
+
+def run_noted(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Outcome], dict[str, list[Any]]]:
     """Run blocks. Returns their outcomes, and each one's logits and samples of all steps until it ended."""
     for name, block in blocks.items():
         model.open(name, block_of(block))
@@ -262,8 +276,8 @@ def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
     inc()
     save_marks.install()
     blocks = {name.replace(" ", "."): source for name, source in (BLOCKS | EDITS).items()}
-    inline, drawn = run(InlineModel(), blocks)
-    found, sampled = run(hosted, blocks)
+    inline, drawn = run_noted(InlineModel(), blocks)
+    found, sampled = run_noted(hosted, blocks)
     for name in blocks:
         assert (name, sampled[name]) == (name, drawn[name])
         assert (name, ended(found[name])) == (name, ended(inline[name]))
@@ -282,8 +296,8 @@ def test_what_a_source_does_not_show_is_not_done(apart: bool) -> None:
         twice = names[place : place + 4]
         order = [*twice, *twice] if apart else [one for one in twice for _ in range(2)]
         blocks = {f"{name}.{number}": source for number, (name, source) in enumerate(order)}
-        inline, drawn = run(InlineModel(), blocks)
-        found, sampled = run(hosted, blocks)
+        inline, drawn = run_noted(InlineModel(), blocks)
+        found, sampled = run_noted(hosted, blocks)
         for name in blocks:
             assert (name, sampled[name]) == (name, drawn[name])
             assert (name, ended(found[name])) == (name, ended(inline[name]))
@@ -316,8 +330,8 @@ def test_generated_blocks_come_to_the_same(first: int, count: int) -> None:
     inline = InlineModel(8)
     for batch in range(first, first + count, 8):
         blocks = {f"seed{seed}": generate(seed, []).source for seed in range(batch, batch + 8)}
-        expected, drawn = run(inline, blocks)
-        found, sampled = run(hosted, blocks)
+        expected, drawn = run_noted(inline, blocks)
+        found, sampled = run_noted(hosted, blocks)
         assert sampled == drawn, batch
         for name in blocks:
             assert (name, ended(found[name])) == (name, ended(expected[name]))
