@@ -246,10 +246,13 @@ class Session:
             value: which they are served.
             by_request: as for `reach`.
         """
+        if not self._edits.due(location):
+            return None
         tensors = value if type(value) is tuple else (value,)
         copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in tensors]
-        if not self._edits.apply(location, tuple(copies) if type(value) is tuple else copies[0], by_request=by_request):
-            return None
+        self._edits.apply(location, tuple(copies) if type(value) is tuple else copies[0], by_request=by_request)
+        # Their blocks say so themselves.
+        self._edits.take_failed()
 
         def leave(tensor: torch.Tensor, copy: torch.Tensor) -> None:
             # What a block has come to that has failed, or was interrupted, says nothing.

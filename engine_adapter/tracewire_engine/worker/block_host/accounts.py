@@ -16,7 +16,7 @@ from tracewire_engine.protocol.keys import BLOCK_ARG, EDITS_ARG
 from tracewire_engine.protocol.known_edits import Edit
 from tracewire_engine.protocol.messages import EditBlock
 
-from .edit_runs import UnfitLeaf, check_growth, leaves_of
+from .edit_runs import MOST_HELD, UnfitLeaf, check_growth, held_by, leaves_of
 from .known_edits import edits_of
 from .reading import Account, ModelPaths, account_of, union
 
@@ -41,8 +41,13 @@ class Accounts:
         self._unfit: set[str] = set()
         self._account_of = lru_cache(256)(self._read)
 
-    def of(self, arguments: dict[str, Any]) -> Account:
-        """What is certain of a request's blocks. `arguments` are those of its `extra_args` for blocks."""
+    def of(self, arguments: dict[str, Any], room: int = MOST_HELD) -> Account:
+        """What is certain of a request's blocks.
+
+        Args:
+            arguments: those of its `extra_args` for blocks.
+            room: how many bytes its edits may hold.
+        """
         try:
             encoded = encoded_blocks(arguments)
             accounts = list(map(self._account_of, encoded))
@@ -54,7 +59,7 @@ class Accounts:
             return union([replace(one, keeps=one.keeps and one.known is None) for one in accounts])
         (account,) = accounts
         assert account.known is not None
-        if any(edit.location in self._unfit for edit in account.known):
+        if account.held > room or any(edit.location in self._unfit for edit in account.known):
             return replace(account, known=None, keeps=False)
         return replace(account, reads=account.asks)
 
@@ -83,7 +88,8 @@ def _with_edits(account: Account, block: Block, paths: ModelPaths) -> Account:
             check_growth(edit, leaves_of(block.variables, [edit]))
     except UnfitLeaf:
         return account
-    return replace(account, known=found.edits, keeps=found.keeps)
+    held = held_by(found.edits, leaves_of(block.variables, found.edits))
+    return replace(account, known=found.edits, keeps=found.keeps, held=held)
 
 
 def encoded_blocks(arguments: dict[str, Any]) -> list[bytes]:

@@ -24,16 +24,17 @@ from tracewire_engine.worker.tensors import to_tensors
 from .edit_forms import bases_of, is_by_row, is_exact, items_of
 from .edit_symbols import LOGITS
 
-__all__ = ["OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "check_growth", "leaves_of"]
+__all__ = ["MOST_HELD", "OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "check_growth", "held_by", "leaves_of"]
 
 #: The largest variable that an edit takes, in elements: of logits, and of other values.
-_MOST_LOGITS, _MOST_ELEMENTS = 1 << 20, 1 << 14
+_MOST_LOGITS, _MOST_ELEMENTS = 1 << 18, 1 << 14
 
 #: What is no error of a block.
 _MEMORY = (MemoryError, torch.OutOfMemoryError)
 
-#: How many tensors of variables are kept on the device when no request has them.
-_KEPT = 1024
+#: How many bytes the edits of all requests may hold on the device; and how many tensors of variables are kept there
+#: when no request has them.
+MOST_HELD, _KEPT = 1 << 30, 64
 
 
 class UnfitLeaf(ValueError):
@@ -141,6 +142,32 @@ def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
     return found
 
 
+def held_by(edits: Sequence[Edit], leaves: Sequence[Any]) -> int:
+    """How many bytes edits hold on the device at most: what they make of variables is made once.
+
+    Args:
+        edits: of a block.
+        leaves: the values of their leaves, as `leaves_of` returns them.
+    """
+    rest, held = iter(leaves), 0
+    for edit in edits:
+        sizes = [one.nbytes if isinstance(one, np.ndarray) else 0 for one in (next(rest) for _ in edit.leaves)]
+        # Twice: another dtype may be wider.
+        held += sum(sizes) + 2 * max(sizes, default=0) * len(_constants(edit))
+    return held
+
+
+def _constants(edit: Edit) -> set[int]:
+    """The registers whose values have nothing of the model's but its form."""
+    found: set[int] = set()
+    for number, one in enumerate(edit.operations, 1):
+        given = [*one.arguments, *one.options.values()]
+        registers = [of[1] for of in given if isinstance(of, list) and of[0] == "r"]
+        if one.name == "attribute" or found.issuperset(registers):
+            found.add(number)
+    return found
+
+
 def check_growth(edit: Edit, leaves: Sequence[Any]) -> None:
     """Check that an edit makes no value much larger than those that it is given.
 
@@ -187,7 +214,7 @@ class _Program:
         self._steps: list[_Step] = []
         #: What nothing of the model is in but its form, by the register.
         self.kept: dict[int, Any] = {}
-        constants: set[int] = set()
+        constants = _constants(edit)
         for number, one in enumerate(edit.operations, 1):
             given, does = one.arguments, OPERATIONS[one.name]
             if bases is not None and one.name in ("getitem", "setitem") and number not in bases:
@@ -196,15 +223,11 @@ class _Program:
                 does = _row_dot
             arguments = [_argument(argument, leaves) for argument in given]
             options = {key: _argument(argument, leaves) for key, argument in one.options.items()}
-            registers = [value for is_register, value in [*arguments, *options.values()] if is_register]
-            constant = one.name == "attribute" or constants.issuperset(registers)
-            if constant:
-                constants.add(number)
             fixed = {key: value for key, (is_register, value) in options.items() if not is_register}
             if one.name in ("stream", "put_stream"):
                 fixed["sums"] = sums
             named = {key: value for key, (is_register, value) in options.items() if is_register}
-            self._steps.append(_Step(does, arguments, fixed, named, constant))
+            self._steps.append(_Step(does, arguments, fixed, named, number in constants))
 
     @property
     def used(self) -> list[int]:
@@ -376,19 +399,27 @@ class EditRuns:
         self._device, self._sums, self._exact, self._tensors = device, sums, exact, _Tensors()
         self._requests: dict[str, _Request] = {}
         self._failed: list[str] = []
+        self._held: dict[str, int] = {}
         self._rows: dict[str, _Row] = {}
         self._total = self._count = 0
         #: By the location and the form of its value, what is done there in steps like this one.
         self._plans: dict[Any, tuple[list[_Together], list[str]]] = {}
         self._layout: Any = None
 
+    @property
+    def room(self) -> int:
+        """How many more bytes edits may hold."""
+        return MOST_HELD - sum(self._held.values())
+
     def open(self, request: str, edits: Sequence[Edit], leaves: Sequence[Any]) -> None:
         """Take a request with a block whose edits are known. `leaves` are as `leaves_of` returns them."""
+        self._held[request] = held_by(edits, leaves)
         self._requests[request] = _Request(edits, leaves, self._device, self._tensors, sums=self._sums)
         self._layout = None
 
     def discard(self, request: str) -> None:
         """Forget a request."""
+        self._held.pop(request, None)
         if self._requests.pop(request, None) is not None:
             self._layout = None
 

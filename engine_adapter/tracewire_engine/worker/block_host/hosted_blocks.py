@@ -134,7 +134,7 @@ class HostedBlocks:
         name, choices, tenant = trace
         self._purge()
         known = self.traces.get(name)
-        account = self._accounts.of(arguments)
+        account = self._accounts.of(arguments, self._edits.room)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):

@@ -189,6 +189,7 @@ class Account:
         keeps: whether they change no array in place, so that each one that they save stays as it is.
         asks: all locations that they may ask for, if these are known and not too many.
         known: all that they write, if it is known; `None` if not. It says so of one block alone.
+        held: how many bytes that holds on the device.
     """
 
     reads: frozenset[str] | None = None
@@ -199,6 +200,7 @@ class Account:
     keeps: bool = False
     asks: frozenset[str] | None = None
     known: tuple[Edit, ...] | None = None
+    held: int = 0
 
     @property
     def locations(self) -> frozenset[str] | None:

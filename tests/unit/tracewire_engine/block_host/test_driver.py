@@ -23,6 +23,7 @@ from tracewire_engine.protocol.block_host import (
     Arrived,
     Began,
     Chunk,
+    EditsFailed,
     Ended,
     Finished,
     Reached,
@@ -154,6 +155,23 @@ def test_a_change_that_comes_too_late_ends_the_host(hosted: Hosted) -> None:
     hosted._thread.join(30)
     assert isinstance(hosted.error, RuntimeError)
     assert "another way than its source was taken to" in str(hosted.error)
+
+
+@pytest.mark.parametrize(
+    ("source", "over"),
+    [
+        ("x = [][model.model.layers[0].output[0].shape[0]]", True),
+        ("for _ in tracer.iter[:]:\n    x = model.model.layers[0].output[0].clone()", False),
+    ],
+)
+def test_a_block_whose_edits_the_worker_could_not_do_must_have_failed(hosted: Hosted, source: str, over: bool) -> None:
+    hosted.turn(*hosted.reached(source, torch.zeros(2, 4)), waits=False)
+    hosted.turn(Ended(), EditsFailed([ID]), waits=False)
+    if over:
+        assert hosted.turn(Began([], [])) is not None
+    else:
+        hosted._thread.join(30)
+        assert "another way than its source was taken to" in str(hosted.error)
 
 
 def two_steps(host: Hosted) -> Turn:

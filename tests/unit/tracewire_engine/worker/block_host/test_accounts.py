@@ -143,3 +143,15 @@ def test_the_leaves_of_edits_are_those_of_the_only_block(argument: str) -> None:
     assert found.known is not None
     (leaf,) = known_leaves(arguments, found.known)
     assert leaf.tolist() == [1.0] * 4
+
+
+def test_edits_that_would_hold_too_much_are_left_to_the_block() -> None:
+    source = "model.model.layers[1].output[0][:] += v * 2.0\n"
+    block = {BLOCK_ARG: encoded(source, variables=pack({"v": np.ones(8, np.float32)}))}
+    known = accounts(edits=True)
+    found = known.of(block)
+    # The vector, and its product, of which the dtype might be wider.
+    assert (found.reads, found.held) == ({"model.model.layers.1.output"}, 32 + 64)
+    assert known.of(block, 96).reads is not None
+    left = known.of(block, 95)
+    assert (left.reads, left.known, left.keeps) == (None, None, False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
+from tracewire_engine.protocol.keys import BLOCK_ARG
 
 READS = """
 hidden = [].save()
@@ -234,3 +237,32 @@ size = model.config.hidden_size.save()
     assert found.finish is not None
     assert found.finish.error is None
     assert found.saves == {"ids": own.encode("import os"), "text": "import os", "size": 64}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["in its first step", "in a step like the one before"])
+def test_a_block_that_does_otherwise_than_its_source_was_taken_to_is_found_out(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If what is known of its writes were wrong, the trace would end, and not go on with wrong values."""
+    model = HostedModel(known_edits=True)
+    steps = "[:]" if first else "[2:]"
+    source = f"for step in tracer.iter{steps}:\n    model.model.layers[1].output[0][:] *= 2\n"
+    known = model.hosts._accounts.of({BLOCK_ARG: msgspec.msgpack.encode(Block(name="block", source=source))})
+    assert known.known is not None
+    (edit,) = known.known
+    *others, scales = edit.operations
+    wrong = msgspec.structs.replace(
+        edit, operations=[*others, msgspec.structs.replace(scales, arguments=[scales.arguments[0], 3])]
+    )
+    taken = replace(known, known=(wrong,))
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room=0: taken)
+    model.open("wrong", source)
+    for index in range(5):
+        model.step({"wrong": 2 if index == 0 else 1}, index)
+    model.finish("wrong", 5)
+    model.wait("wrong")
+    finish = model.outcomes["wrong"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert finish.error.type == "BlockHostLost"
+    model.close()
