@@ -11,6 +11,7 @@ import pytest
 from nnsight.tracing.tracer import inc
 
 from tests.e2e.isolation.generated import generate
+from tests.support.generated_edits import edit_block
 from tests.support.hosted_model import HostedModel, Model, Outcome, settings_of
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import pack
@@ -338,3 +339,26 @@ def test_generated_blocks_come_to_the_same(first: int, count: int) -> None:
             assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
     assert not len(hosted.hosts)
     hosted.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(1, 240), pytest.param(1001, 6000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
+def test_generated_edits_come_to_the_same(first: int, count: int) -> None:
+    """Most of these blocks the worker need not wait for: what they write, it does itself."""
+    inc()
+    save_marks.install()
+    hosted, inline = HostedModel(known_edits=True), InlineModel()
+    known = 0
+    for batch in range(first, first + count, 8):
+        blocks = {f"edits{seed}": edit_block(seed) for seed in range(batch, batch + 8)}
+        encoded = [msgspec.msgpack.encode(block_of(source)) for source in blocks.values()]
+        known += sum(bool(hosted.hosts._accounts.of({BLOCK_ARG: one}).known) for one in encoded)
+        expected, drawn = run_noted(inline, blocks)
+        found, sampled = run_noted(hosted, blocks)
+        for name, source in blocks.items():
+            assert (source, sampled[name]) == (source, drawn[name])
+            assert (source, ended(found[name])) == (source, ended(expected[name]))
+            assert (source, plain(found[name].saves)) == (source, plain(expected[name].saves))
+    hosted.close()
+    assert known > count // 4
