@@ -39,7 +39,7 @@ from tracewire_engine.protocol.messages import FinishRecord, Report
 from tracewire_engine.worker.blocks import save_marks, time_limit
 from tracewire_engine.worker.large_arrays import encode
 
-from .expected_value import ExpectedValue, same_bits
+from .expected_value import ExpectedValue, same_values
 from .session import Session
 from .stand_ins import tree_of
 from .told_steps import RepeatedStep, ToldSteps, ValueChanged
@@ -278,7 +278,7 @@ class Driver:
         reply.edited, reply.replaced = [], None
         for index, (tensor, shape) in enumerate(served):
             known = None if expected is None else expected.of(tensor)
-            if not (self._given.equals(tensor, shape) if known is None else same_bits(tensor, known)):
+            if not (self._given.equals(tensor, shape) if known is None else same_values(tensor, known)):
                 reply.edited.append((index, self._share(tensor)))
         if left is not value:
             reply.replaced = pack_value(left, self._share, _number)

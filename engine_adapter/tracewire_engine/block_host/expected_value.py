@@ -6,11 +6,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["ExpectedValue", "same_bits"]
+__all__ = ["ExpectedValue", "same_values"]
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bytes."""
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape have the same bytes, but for those of what is no number.
+
+    The sign of such a result depends on how many numbers a processor takes at once.
+    """
+    if _same_bytes(one, other):
+        return True
+    if not one.is_floating_point():
+        return False
+    odd = one.isnan()
+    return torch.equal(odd, other.isnan()) and _same_bytes(one.masked_fill(odd, 0), other.masked_fill(odd, 0))
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     left, right = (of.contiguous().view(-1).view(torch.uint8) for of in (one, other))
     same: bool = torch.equal(left, right)
     return same
@@ -33,7 +45,7 @@ class ExpectedValue:
         """What the worker leaves of a tensor, once the blocks were served; `None` for one that is not of the value."""
         for one, copy in self._pairs:
             if one is tensor:
-                if not same_bits(one, copy):
+                if not same_values(one, copy):
                     self._leave(one, copy)
                 return copy
         return None

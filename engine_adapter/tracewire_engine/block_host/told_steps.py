@@ -11,7 +11,7 @@ import torch
 from tracewire_engine.link.shared_rows import OPAQUE, RowMemory, size_of, tensors_alone, unpack_value
 from tracewire_engine.protocol.block_host import Arrived, Began, Ended, Event, Reached, Repeated, Shape
 
-from .expected_value import ExpectedValue, same_bits
+from .expected_value import ExpectedValue, same_values
 
 __all__ = ["RepeatedStep", "ToldSteps", "ValueChanged"]
 
@@ -141,7 +141,7 @@ def _is_as_expected(
     wanted = memory.read(there)
     for place, left in known:
         wanted[place] = left
-    return same_bits(copy, wanted)
+    return same_values(copy, wanted)
 
 
 class ToldSteps:

@@ -5,44 +5,46 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracewire_engine.block_host.expected_value import ExpectedValue, same_bits
+from tracewire_engine.block_host.expected_value import ExpectedValue, same_values
 
 NAN = float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_same_bits_are_the_same_whatever_they_stand_for(dtype: torch.dtype) -> None:
+def test_the_same_bits_are_the_same_values(dtype: torch.dtype) -> None:
     one = torch.tensor([[1.0, NAN, -0.0], [float("inf"), 2.0, 0.0]], dtype=dtype)
-    assert same_bits(one, one.clone())
+    assert same_values(one, one.clone())
     for place, value in (((0, 1), 1.0), ((0, 2), 0.0), ((1, 2), -0.0)):
         other = one.clone()
         other[place] = value
-        assert not same_bits(one, other), place
+        assert not same_values(one, other), place
 
 
-def test_other_values_of_which_none_is_a_number_are_not_the_same() -> None:
-    one = torch.tensor([NAN])
-    other = (one.view(torch.int32) + 1).view(torch.float32)
-    assert other.isnan().all()
-    assert not same_bits(one, other)
+def test_what_is_no_number_is_the_same_with_any_sign() -> None:
+    one = torch.tensor([NAN, 1.0, -0.0])
+    other = torch.tensor([-NAN, 1.0, -0.0])
+    assert one.view(torch.int32).tolist() != other.view(torch.int32).tolist()
+    assert same_values(one, other)
+    assert not same_values(one, torch.tensor([-NAN, 1.0, 0.0]))
+    assert not same_values(one, torch.tensor([NAN, NAN, -0.0]))
 
 
 def test_strides_make_no_difference() -> None:
     one = torch.arange(12.0).view(3, 4)
     other = one.T.contiguous().T
     assert other.stride() != one.stride()
-    assert same_bits(one, other)
-    assert same_bits(one[:, 1:3], other[:, 1:3])
-    assert not same_bits(one[:, 1:3], other[:, 0:2])
+    assert same_values(one, other)
+    assert same_values(one[:, 1:3], other[:, 1:3])
+    assert not same_values(one[:, 1:3], other[:, 0:2])
     # The bytes of both are the same, in another order.
     square = torch.arange(9.0).view(3, 3)
-    assert not same_bits(square, square.T)
+    assert not same_values(square, square.T)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(3), torch.empty(0, 4), torch.tensor([True, False])])
 def test_tensors_of_any_form_are_compared(value: torch.Tensor) -> None:
-    assert same_bits(value, value.clone())
-    assert not value.numel() or not same_bits(value, value.clone().fill_(1 - int(value.flatten()[0])))
+    assert same_values(value, value.clone())
+    assert not value.numel() or not same_values(value, value.clone().fill_(1 - int(value.flatten()[0])))
 
 
 class Expected:
