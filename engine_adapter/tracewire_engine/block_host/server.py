@@ -23,6 +23,7 @@ def main() -> None:
 
     install_vllm()
     import msgspec
+    import torch
 
     from tracewire_engine.block_host import confinement
     from tracewire_engine.block_host.driver import Driver, start  # noqa: F401 (imported before the forks)
@@ -39,6 +40,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The kernel ends the children's records when they die; the worker holds descriptors of them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # For this torch reads files about the processor, once. A confined host cannot.
+    torch.zeros(1).half().float()
     send_descriptors(control, b"ready", [])
     gc.collect()
     gc.freeze()

@@ -54,6 +54,7 @@ BLOCKS = {
     "    x = model.model.layers[0].output\n",
     "changed later": "d = {}.save()\n" + EACH + "d[step % 2] = float(model.logits.sum())\n    d['n'] = len(d)\n",
     "wrong shape": EACH + "model.model.layers[1].output = (model.model.layers[1].output[0][:0], None)\n",
+    "halves": KEPT + "kept.append(model.model.layers[1].output[0].half())\n    kept.append(model.logits.half() * 2)\n",
     "sorts": "k = [].save()\n" + EACH + "k.insert(0, model.logits.argmax(-1))\n    x = sorted(range(step))\n",
 }
 
