@@ -157,7 +157,7 @@ def declared_of(workload: dict[str, Any], model: tracewire.Model) -> list[Any]:
         # A client keeps its arrays, so that it digests each once.
         shape = _shapes.setdefault((model.name, layers[0]), Shape(model, layers[0]))
         return KINDS[workload["kind"]].declared(shape)
-    vector = np.linspace(-1, 1, model.info.hidden_size, dtype=np.float32) / 100
+    vector = _direction(model.info.hidden_size) / 100
     match workload["saves"]:
         case "declared:last":
             return [tracewire.Probe(f"kept{layer}", f"model.layers.{layer}") for layer in layers]

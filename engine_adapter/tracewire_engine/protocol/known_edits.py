@@ -25,6 +25,12 @@ class Operation(msgspec.Struct, array_like=True, frozen=True):
     arguments: list[Any]
     options: dict[str, Any] = {}
 
+    @property
+    def registers(self) -> list[int]:
+        """The registers that it takes."""
+        given = [*self.arguments, *self.options.values()]
+        return [one[1] for one in given if isinstance(one, list) and one[0] == "r"]
+
 
 class Edit(msgspec.Struct, array_like=True, frozen=True):
     """What a block does at a location in the steps from its `first` on, before step `end` (`None`: to its last).

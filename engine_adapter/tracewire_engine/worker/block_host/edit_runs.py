@@ -22,7 +22,7 @@ from tracewire_engine.protocol.known_edits import Edit, Operation
 from tracewire_engine.worker.tensors import to_tensors
 
 from .edit_forms import bases_of, is_by_row, is_exact, items_of
-from .edit_symbols import LOGITS
+from .edit_symbols import IN_PLACE, LOGITS, METHODS, OPERATORS
 
 __all__ = ["MOST_HELD", "OPERATIONS", "EditRuns", "UnfitLeaf", "UnfitValue", "check_growth", "held_by", "leaves_of"]
 
@@ -89,8 +89,6 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda value, *arguments, **options: getattr(value, name)(*arguments, **options)
 
 
-_BINARY = ("add", "sub", "mul", "truediv", "matmul")
-
 #: By the name of an operation, what does it.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": _getitem,
@@ -99,16 +97,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "unpack": _unpack,
     "stream": _stream,
     "put_stream": _put_stream,
-    **{name: getattr(operator, name) for name in (*_BINARY, "neg")},
-    **{f"i{name}": getattr(operator, f"i{name}") for name in _BINARY},
-    **{
-        name: _method(name)
-        for name in (
-            *("abs", "bfloat16", "clamp", "clone", "contiguous", "detach", "double", "exp", "float", "half", "mean"),
-            *("norm", "relu", "rsqrt", "sigmoid", "sign", "sqrt", "square", "sum", "tanh", "to", "type_as"),
-            *("unsqueeze", "add_", "clamp_", "copy_", "div_", "fill_", "mul_", "neg_", "relu_", "sub_", "zero_"),
-        )
-    },
+    **{name: _method(name) for name in METHODS | IN_PLACE},
+    # Of a number, too.
+    **{name: getattr(operator, name) for name in (*OPERATORS.values(), "neg")},
+    **{f"i{name}": getattr(operator, f"i{name}") for name in OPERATORS.values()},
 }
 
 
@@ -161,9 +153,7 @@ def _constants(edit: Edit) -> set[int]:
     """The registers whose values have nothing of the model's but its form."""
     found: set[int] = set()
     for number, one in enumerate(edit.operations, 1):
-        given = [*one.arguments, *one.options.values()]
-        registers = [of[1] for of in given if isinstance(of, list) and of[0] == "r"]
-        if one.name == "attribute" or found.issuperset(registers):
+        if one.name == "attribute" or found.issuperset(one.registers):
             found.add(number)
     return found
 
@@ -459,14 +449,13 @@ class EditRuns:
         Raises:
             UnfitValue: the value has no row for each token or request.
         """
-        due = self.due(location)
-        if not due:
+        if not self._rows:
             return False
         tensors = value if type(value) is tuple else (value,)
         form = tuple([(one.ndim, *one.shape[:1]) if isinstance(one, torch.Tensor) else () for one in tensors])
         plan = self._plans.get((location, form))
         if plan is None:
-            plan = self._plans[location, form] = self._plan(due, location, value, form, by_request=by_request)
+            plan = self._plans[location, form] = self._plan(location, value, form, by_request=by_request)
         together, alone = plan
         for group in together:
             try:
@@ -483,7 +472,7 @@ class EditRuns:
                 raise
             except Exception:  # the block raises the same
                 self._fail([name])
-        return True
+        return bool(together or alone)
 
     def due(self, location: str) -> list[str]:
         """The requests of the step whose blocks do something at a location."""
@@ -501,14 +490,14 @@ class EditRuns:
         self._plans.clear()
 
     def _plan(
-        self, due: list[str], location: str, value: Any, form: tuple[tuple[int, ...], ...], *, by_request: bool
+        self, location: str, value: Any, form: tuple[tuple[int, ...], ...], *, by_request: bool
     ) -> tuple[list[_Together], list[str]]:
         whole = type(value) is not tuple
         rows = self._count if by_request else self._total
         groups: dict[bytes, list[str]] = {}
         alone = []
         apart = all(one in ((), (2, rows)) for one in form) and _are_apart(value)
-        for name in due:
+        for name in self.due(location):
             request, row = self._requests[name], self._rows[name]
             fits = apart and (by_request or row.tokens == 1)
             key = request.key(location, whole=whole, exact=self._exact) if fits else None

@@ -15,6 +15,7 @@ __all__ = [
     "IN_PLACE",
     "LIST",
     "LOGITS",
+    "METHODS",
     "ON_NUMBERS",
     "OPERATORS",
     "OTHER",
@@ -64,6 +65,9 @@ SURE = frozenset(
     | {"rsqrt", "sigmoid", "sign", "sqrt", "square", "sum", "tanh"}
 )
 SURE_OTHERS = frozenset({"cpu", "tolist"})
+
+#: Methods of tensors whose result depends on nothing but the tensor and the arguments.
+METHODS = SURE | {"clamp", "mean", "to", "type_as", "unsqueeze"}
 
 #: Methods that change a tensor in place.
 IN_PLACE = frozenset({"add_", "clamp_", "copy_", "div_", "fill_", "mul_", "neg_", "relu_", "sub_", "zero_"})
@@ -205,7 +209,7 @@ class Growing:
         number = len(self.operations)
         if not self._is_sure(name, arguments, options):
             self.risky.add(number)
-        if name == "attribute" or self.plain.issuperset(_registers(self.operations[-1])):
+        if name == "attribute" or self.plain.issuperset(self.operations[-1].registers):
             self.plain.add(number)
         return number
 
@@ -291,17 +295,12 @@ class Growing:
             one = waiting.pop()
             if one and one not in needed:
                 needed.add(one)
-                waiting += _registers(self.operations[one - 1])
+                waiting += self.operations[one - 1].registers
         if any(one not in needed and (last is None or self.times[one - 1] < last) for one in self.risky):
             raise Unclear
         numbers = {old: new for new, old in enumerate(sorted(needed), 1)} | {0: 0}
         kept = [_renumbered(self.operations[one - 1], numbers) for one in sorted(needed)]
         return Edit(self.location, kept, self.leaves, self.first, self.end)
-
-
-def _registers(operation: Operation) -> list[int]:
-    given = [*operation.arguments, *operation.options.values()]
-    return [one[1] for one in given if isinstance(one, list) and one[0] == "r"]
 
 
 def _renumbered(operation: Operation, numbers: Mapping[int, int]) -> Operation:

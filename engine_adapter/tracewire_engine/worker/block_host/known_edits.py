@@ -27,6 +27,7 @@ from .edit_symbols import (
     IN_PLACE,
     LIST,
     LOGITS,
+    METHODS,
     ON_NUMBERS,
     OPERATORS,
     OTHER,
@@ -49,12 +50,6 @@ from .edit_walk import EditWalk
 from .reading import ModelPaths, is_container, is_new, literals, parsed
 
 __all__ = ["KnownEdits", "edits_of"]
-
-#: Methods of tensors whose result depends on nothing but the tensor and the arguments.
-_METHODS = frozenset(
-    {"abs", "bfloat16", "clamp", "clone", "contiguous", "detach", "double", "exp", "float", "half", "mean", "neg"}
-    | {"norm", "relu", "rsqrt", "sigmoid", "sign", "sqrt", "square", "sum", "tanh", "to", "type_as", "unsqueeze"}
-)
 
 #: Other methods that change nothing.
 _KEEPING = frozenset({"copy", "count", "dim", "get", "index", "item", "items", "keys", "numel", "size", "values"})
@@ -107,8 +102,6 @@ class _Finder:
         if any(isinstance(node, ast.Break | ast.Continue | ast.Lambda | ast.NamedExpr) for node in ast.walk(tree)):
             raise Unclear
         self._body(tree.body)
-
-    # --- locations ----------------------------------------------------------------------------------------------------
 
     # --- statements ---------------------------------------------------------------------------------------------------
 
@@ -453,14 +446,14 @@ class _Finder:
             if name not in IN_PLACE or not options.keys() <= _OPTIONS:
                 raise Unclear
             return self.walk.change(owner, name, arguments, options)
-        if name not in _METHODS | SURE_OTHERS | _KEEPING:
+        if name not in METHODS | SURE_OTHERS | _KEEPING:
             # It may change a list or a dict.
             if not isinstance(owner, Other | Name | Register):
                 raise Unclear
             self.walk.fills |= isinstance(owner, Other) and not owner.own
         if owner is LIST and name == "append" and len(arguments) == 1 and not options:
             return OTHER
-        if name in _METHODS and options.keys() <= _OPTIONS:
+        if name in METHODS and options.keys() <= _OPTIONS:
             found = self.walk.operation(name, [owner, *arguments], options)
             if found is not OTHER:
                 return found
@@ -482,8 +475,6 @@ class _Finder:
         return [self._value(one) for one in node.args], {
             word.arg or "": self._value(word.value) for word in node.keywords
         }
-
-    # --- operations ---------------------------------------------------------------------------------------------------
 
 
 def _of_numbers(name: str, left: Any, right: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -276,6 +276,19 @@ def run_noted(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Out
     return found, rows
 
 
+#: What `run_noted` returns.
+Noted = tuple[dict[str, Outcome], dict[str, list[Any]]]
+
+
+def expect_equal(names: Iterable[str], ours: Noted, inline: Noted) -> None:
+    """Compare what blocks in hosts came to with the same blocks inline."""
+    (found, sampled), (expected, drawn) = ours, inline
+    for name in names:
+        assert (name, sampled[name]) == (name, drawn[name])
+        assert (name, ended(found[name])) == (name, ended(expected[name]))
+        assert (name, plain(found[name].saves)) == (name, plain(expected[name].saves))
+
+
 def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
     """All blocks in one batch, so that each has neighbours that write."""
     inc()
@@ -283,10 +296,7 @@ def test_results_are_equal_bit_for_bit(hosted: HostedModel) -> None:
     blocks = {name.replace(" ", "."): source for name, source in (BLOCKS | EDITS).items()}
     inline, drawn = run_noted(InlineModel(), blocks)
     found, sampled = run_noted(hosted, blocks)
-    for name in blocks:
-        assert (name, sampled[name]) == (name, drawn[name])
-        assert (name, ended(found[name])) == (name, ended(inline[name]))
-        assert (name, plain(found[name].saves)) == (name, plain(inline[name].saves))
+    expect_equal(blocks, (found, sampled), (inline, drawn))
     assert sum(one.finish is not None and one.finish.error is not None for one in found.values()) >= 3
 
 
@@ -303,10 +313,7 @@ def test_what_a_source_does_not_show_is_not_done(apart: bool) -> None:
         blocks = {f"{name}.{number}": source for number, (name, source) in enumerate(order)}
         inline, drawn = run_noted(InlineModel(), blocks)
         found, sampled = run_noted(hosted, blocks)
-        for name in blocks:
-            assert (name, sampled[name]) == (name, drawn[name])
-            assert (name, ended(found[name])) == (name, ended(inline[name]))
-            assert (name, plain(found[name].saves)) == (name, plain(inline[name].saves))
+        expect_equal(blocks, (found, sampled), (inline, drawn))
     hosted.close()
 
 
