@@ -236,7 +236,8 @@ async def tracewire_round(
 ) -> dict[str, Any]:
     """The workload over the bus: submitted and folded here, in the subscriber's process. `name` is the model's.
 
-    By the client `kept`, if there is one, else by a new one.
+    By the client `kept`, if there is one, else by a new one. The first is submitted at the workload's `begin_at`, if
+    it has one, by `time.time()`.
     """
     latencies: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
@@ -248,6 +249,7 @@ async def tracewire_round(
     async with nullcontext(kept) if kept is not None else tracewire.connect(url) as client:
         model = await client.models.get(name, timeout=60)
         block, declared = block_of(workload, model), declared_of(workload, model)
+        await anyio.sleep(max(0.0, workload.get("begin_at", 0.0) - time.time()))
         began, began_at = time.perf_counter(), time.time()
 
         async def one(token_ids: list[int]) -> None:
@@ -276,8 +278,9 @@ async def tracewire_round(
     marks["generating"] = max(steps) - min(steps)
     # How much later the last of them had its first step than the first.
     marks["joined"] = max(firsts) - min(firsts)
-    marks_ms = {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
+    marks_ms = _milliseconds(marks)
     spans = {"began_at": began_at, "ended_at": began_at + seconds, "first_step": min(steps), "last_step": max(steps)}
+    spans["last_first"] = max(firsts)
     return {**totals, **spans, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
 
 
@@ -288,9 +291,18 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: sum(one[name] for one in answers) for name in ("tokens", "wire", "raw")}
     found["seconds"] = max(one["ended_at"] for one in answers) - min(one["began_at"] for one in answers)
     found["latencies"] = [latency for one in answers for latency in one["latencies"]]
-    spans = max(one["last_step"] for one in answers) - min(one["first_step"] for one in answers)
-    found["marks_ms"] = {"generating": round(1000 * spans, 1)}
+    first, last = min(one["first_step"] for one in answers), max(one["last_step"] for one in answers)
+    began = min(one["began_at"] for one in answers)
+    marks = {"first_step": first - began, "generating": last - first, "ending": began + found["seconds"] - last}
+    found["marks_ms"] = _milliseconds(marks) | {
+        "submitted": max(one["marks_ms"]["submitted"] for one in answers),
+        "joined": round(1000 * (max(one["last_first"] for one in answers) - first), 1),
+    }
     return found
+
+
+def _milliseconds(marks: dict[str, float]) -> dict[str, float]:
+    return {name: round(1000 * seconds, 1) for name, seconds in marks.items()}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,10 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": options.model.name, **{name: getattr(options, name) for name in names}}
 
 
+#: In how many seconds subscribers begin that are told to: by then each has read its workload.
+_BEGIN_S = 0.1
+
+
 @dataclass
 class SideBySide:
     """The engines.
@@ -148,8 +153,11 @@ class SideBySide:
                 return await tracewire_round(self.url, workload)
             answers: list[dict[str, Any]] = []
 
+            # As plain vLLM's front end stays up, so do the subscribers' clients. They begin together.
+            common = {**workload, "keep_client": True, "begin_at": time.time() + _BEGIN_S}
+
             async def one(place: int) -> None:
-                share = {**workload, "share": (place, len(self.subscribers))}
+                share = {**common, "share": (place, len(self.subscribers))}
                 answers.append(await anyio.to_thread.run_sync(self.subscribers[place].run, share))
 
             async with anyio.create_task_group() as group:
