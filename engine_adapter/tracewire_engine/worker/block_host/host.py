@@ -27,6 +27,7 @@ from tracewire_engine.protocol.block_host import (
 from tracewire_engine.protocol.keys import BLOCK_ARG
 
 from .host_load import HostLoad
+from .joined_accounts import JoinedAccounts
 from .passed_arrays import HostArrays
 from .pool import HostProcess
 from .reading import Account, union
@@ -64,8 +65,8 @@ class HostedTrace:
 
     def __init__(self, name: str, host: BlockHost, choices: int) -> None:
         self.name, self.host, self.choices = name, host, choices
-        #: What is certain of its blocks.
-        self.account = union([])
+        #: What is certain of its blocks; `None` before its first request.
+        self.account: Account | None = None
         #: All requests that the host was told of, by the scheduler's id.
         self.requests: dict[str, HostedRequest] = {}
         self.shared_names: set[str] = set()
@@ -76,7 +77,7 @@ class HostedTrace:
     @property
     def keeps(self) -> bool:
         """Whether no block of its host changes an array that one of its own has saved."""
-        return self.account.keeps and self.host.reads is not None
+        return self.account is not None and self.account.keeps and self.host.reads is not None
 
     @property
     def failure(self) -> Failure | None:
@@ -217,6 +218,7 @@ class BlockHost:
         #: How much its blocks have to do in a step.
         self.load: HostLoad = HostLoad(None if like is None else like.load)
         self.traces: dict[str, HostedTrace] = {}
+        self.accounts = JoinedAccounts()
         #: The requests of its traces by the adapter's id and the choice, as records name them; and the traces by the
         #: names of their shared values' records.
         self.records: dict[tuple[str, int], HostedRequest] = {}
@@ -286,12 +288,14 @@ class BlockHost:
     def take_request(self, request: HostedRequest, arrived: Arrived, account: Account) -> None:
         """Take a new request of one of its traces. `account` is of the request's blocks."""
         trace = request.trace
-        trace.account = union([trace.account, account])
+        earlier = trace.account
         self.arrivals += 1
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
         with self._lock:
+            trace.account = union([account] if earlier is None else [earlier, account])
+            self.accounts.replace(earlier, trace.account)
             self._join_reads()
 
     def share(self, trace: HostedTrace, name: str) -> None:
@@ -299,12 +303,8 @@ class BlockHost:
         trace.shared_names.add(name)
         self.shared_names[name] = trace
 
-    def reads_of_traces(self) -> list[frozenset[str] | None]:
-        """Of each of its traces, the locations that its blocks may ask for; `None` for one that may write."""
-        return [trace.account.reads for trace in list(self.traces.values())]
-
     def _join_reads(self) -> None:
-        known = union([trace.account for trace in self.traces.values()])
+        known = self.accounts.joined
         # What other blocks have done here stays, such as a network in the model's tree.
         self.account = known if self.account.computes else replace(known, computes=False)
         # Once it is `None` it stays so, since a reply's account of what its blocks wait for is of all of its traces.
@@ -322,6 +322,7 @@ class BlockHost:
         with self._lock:
             if self.traces.get(trace.name) is trace:
                 del self.traces[trace.name]
+                self.accounts.replace(trace.account, None)
             self.idle_since = time.monotonic()
             self._join_reads()
 
@@ -490,7 +491,7 @@ class BlockHost:
     def worked(self, used_us: int) -> None:
         """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing."""
         if used_us and self.kind is not None:
-            self.load.measured(used_us, self.reads_of_traces())
+            self.load.measured(used_us, self.accounts.reads + self.accounts.writers)
 
     def owes(self, seconds: float) -> bool:
         """Whether the host has not taken a turn for this long, although it was sent one."""

@@ -8,8 +8,6 @@ that, so the host measures it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 __all__ = ["FULL", "FULL_OF_WRITERS", "HostLoad"]
 
 #: How many values the traces of a host read in a step, at most, before the tenant gets another one; and how many traces
@@ -35,18 +33,17 @@ class HostLoad:
         #: How many times as long as the rule its blocks take; 1 if they take no longer.
         self._factor: float = 1.0 if like is None else like._factor
 
-    def measured(self, used_us: float, reads: Iterable[frozenset[str] | None]) -> None:
+    def measured(self, used_us: float, count: int) -> None:
         """Note for how many microseconds the host has worked in one step.
 
         Args:
             used_us: as the host says, which may be anything.
-            reads: of each of its traces, the locations that its blocks may ask for; `None` for one that may write.
+            count: how many values its blocks read, and traces whose blocks may write.
         """
-        count = sum([1 if one is None else max(1, len(one)) for one in reads])
         if count:
             found = (used_us - _BASE_US) / (count * _EACH_US)
             self._factor += _WEIGHT * (min(_MOST, max(1.0, found)) - self._factor)
 
-    def of(self, reads: Iterable[frozenset[str] | None]) -> float:
-        """The load with such traces, relative to a full host's."""
-        return self._factor * sum([1 / FULL_OF_WRITERS if one is None else max(1, len(one)) / FULL for one in reads])
+    def of(self, reads: int, writers: int) -> float:
+        """The load of so many values that blocks read, and traces whose blocks may write, relative to a full host's."""
+        return self._factor * (reads / FULL + writers / FULL_OF_WRITERS)

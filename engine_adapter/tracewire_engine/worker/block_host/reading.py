@@ -691,6 +691,8 @@ def is_new(node: ast.expr) -> bool:
 def union(found: Iterable[Account]) -> Account:
     """What is certain of several blocks together."""
     accounts = list(found)
+    if len(accounts) == 1 and accounts[0].known is None:
+        return accounts[0]
     return Account(
         joined([one.reads for one in accounts]),
         all(one.computes for one in accounts),

@@ -95,6 +95,8 @@ class ReportThread:
         #: Held by the thread that does the work.
         self._working = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Whether the thread was woken for the jobs that wait.
+        self._called = False
         #: Whether a stream may wait for a host (`stream_visits.py`). Then reports are read while rows are waited for
         #: that lie behind that: the host may wait until its report is read.
         self.is_held: Callable[[], bool] = lambda: False
@@ -172,7 +174,10 @@ class ReportThread:
     def do(self, job: Callable[[], None]) -> None:
         """Run a job, behind what is done now and the jobs before."""
         self._jobs.put(job)
-        os.eventfd_write(self._wake, 1)
+        if not self._called:
+            # Once for all jobs that wait: each time it wakes, the thread takes the interpreter from the model's.
+            self._called = True
+            os.eventfd_write(self._wake, 1)
 
     # --- on the model's thread ----------------------------------------------------------------------------------------
 
@@ -277,8 +282,12 @@ class ReportThread:
     def _work(self) -> None:
         with contextlib.suppress(BlockingIOError):  # the other thread has done it
             os.eventfd_read(self._wake)
+        self._called = False
         while not self._jobs.empty():
-            self._jobs.get()()
+            try:
+                self._jobs.get()()
+            except Exception:  # the other jobs are of other traces
+                logger.exception("a job of the hosts of blocks failed")
 
     def _send_late(self, *, wait: bool) -> None:
         """Send the turns whose rows are on the host, or all turns if this may wait for rows: each host's as one."""

