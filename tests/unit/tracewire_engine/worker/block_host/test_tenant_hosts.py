@@ -92,7 +92,7 @@ def fill(found: TenantHosts, reads: frozenset[str] | None, used_us: int, traces:
     counts: dict[int, int] = {}
     for number in range(traces):
         host = take(found, "t", Account(reads, computes=True), str(number))
-        host.traces[str(number)].account = Account(reads, computes=True)
+        host.accounts.replace(None, Account(reads, computes=True))
         host.reads = reads
         counts[id(host)] = len(host.traces)
         for _ in range(50):
