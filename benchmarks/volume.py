@@ -18,11 +18,12 @@ For each number of requests and of layers, plain vLLM and each way take turns on
 - *none*: requests without interventions, over the bus.
 
 A subscriber in a process of its own submits the requests, and receives, folds and verifies everything; with
-`--subscribers N`, each of N does so for its share. `to_plain` is the median over the rounds of tokens a second,
-relative to the plain round before it, to the last verified result. `made_to_plain` is the same from the first step to
-the last one. `mb_s` is how many megabytes of saved values the subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms`
-are from the end of the step that sampled a token to the subscriber's hands; `growth` is the median of the last quarter
-of a round's outputs over that of its second quarter: a latency that grows with the length of the run is above 1.
+`--subscribers N`, each of N does so for its share, by a client that stays up, and all begin together. `to_plain` is the
+median over the rounds of tokens a second, relative to the plain round before it, to the last verified result.
+`made_to_plain` is the same from the first step to the last one. `mb_s` is how many megabytes of saved values the
+subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the
+subscriber's hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a
+latency that grows with the length of the run is above 1.
 
 `raw` is the limit of the same Redis in the same run, in megabytes a second: one process appends entries of so many
 bytes to streams, another reads them, neither does anything else.

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlencode
@@ -132,14 +133,13 @@ class LinkSender:
 
         The caller may reuse the memory of their batches after this returns, and does not change that of their deltas.
         """
-        large: dict[int, tuple[StepRecord | FinishRecord, msgspec.Raw]] = {}
-        for record in _records(reports):
-            if len(memoryview(record.deltas)) >= _LARGE:
-                # The encoder would copy them once more than the socket does.
-                large[id(record)] = record, record.deltas
-                record.deltas = _APART
+        # The encoder would copy large ones once more than the socket does.
+        large = {id(record): (record, record.deltas) for record in _records(reports) if len(record.deltas) >= _LARGE}
+        for record, _ in large.values():
+            record.deltas = _APART
         encode_reports(reports, self._buffer)
-        apart = [large[id(record)][1] for record in _records(reports) if record.deltas is _APART]
+        # Not those of records that could not be encoded, in whose place others are.
+        apart = [large[id(record)][1] for record in _records(reports) if record.deltas is _APART] if large else []
         for record, deltas in large.values():
             record.deltas = deltas
         # Copied: sending without a copy wakes a Python thread for each part, which the model would wait for. It would
@@ -150,9 +150,7 @@ class LinkSender:
 
 
 def _records(reports: Iterable[Report]) -> Iterator[StepRecord | FinishRecord]:
-    for report in reports:
-        yield from report.steps
-        yield from report.finishes
+    return chain.from_iterable((*report.steps, *report.finishes) for report in reports)
 
 
 class Receiver:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-__all__ = ["RequestState", "StepStates", "computed_tokens"]
+from .request_book import token_index
+
+__all__ = ["RequestState", "StepStates", "computed_tokens", "token_indices"]
 
 
 @dataclass(slots=True)
@@ -53,6 +56,13 @@ class StepStates(Mapping[str, RequestState]):
             found[name] = RequestState(computed, prompt, generated)
         return found
 
+    @property
+    def indices(self) -> dict[str, int]:
+        """The index of the token that each of the step's requests samples in it."""
+        counts = map(self._scheduled.__getitem__, self.order)
+        rows = zip(self.order, self.computed, counts, self._prompts, strict=True)
+        return {name: computed + count - prompt for name, computed, count, prompt in rows}
+
     def __getitem__(self, request_id: str) -> RequestState:
         found = self._made.get(request_id)
         return self._resting[request_id] if found is None else found
@@ -66,6 +76,19 @@ class StepStates(Mapping[str, RequestState]):
     def left(self, order: Iterable[str]) -> dict[str, RequestState]:
         """The states of the step's requests that are not in a later step with these requests."""
         return {} if order == self.order else {name: self._made[name] for name in {*self.order} - {*order}}
+
+
+def token_indices(states: Mapping[str, Any], order: list[str], scheduled: Mapping[str, int]) -> dict[str, int]:
+    """The index of the token that each request samples in a step (see `token_index`).
+
+    Args:
+        states: of the step's requests.
+        order: the requests of the step, in the order of the batch.
+        scheduled: how many tokens of each the step has.
+    """
+    if isinstance(states, StepStates) and states.order == order:
+        return states.indices
+    return {name: token_index(states[name], scheduled[name]) for name in order if name in scheduled}
 
 
 def computed_tokens(states: Mapping[str, RequestState], order: list[str]) -> list[int]:

@@ -356,7 +356,7 @@ class ReportThread:
     def _pass_on(self, host: BlockHost, report: HostReport) -> None:
         host.untrusted.check(report, host.turns)
         if isinstance(report, Reported):
-            steps = [step for step in report.steps if self._is_step_of(host, step)]
+            steps = self._steps_of(host, report.steps)
             finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
             host.took(report.turns, report.mark)
             if host.reads is not None:
@@ -378,13 +378,19 @@ class ReportThread:
             host.fail(lost(report.message, len(host.traces)))
 
     @staticmethod
-    def _is_step_of(host: BlockHost, step: StepRecord) -> bool:
-        one = _request_of(host, step)
-        if one is None:
-            return step.choice == 0 and step.request in host.shared_names
-        one.index, one.steps = step.index, one.steps + 1
-        one.ended = one.ended or bool(step.ended)
-        return True
+    def _steps_of(host: BlockHost, steps: list[StepRecord]) -> list[StepRecord]:
+        """Those of these records that are of a host's own requests, or of values that its traces share."""
+        records, found = host.records, []
+        for step in steps:
+            one = records.get((step.request, step.choice))
+            if one is not None:
+                one.index, one.steps = step.index, one.steps + 1
+                if step.ended:
+                    one.ended = True
+                found.append(step)
+            elif step.choice == 0 and step.request in host.shared_names:
+                found.append(step)
+        return found
 
     @staticmethod
     def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:

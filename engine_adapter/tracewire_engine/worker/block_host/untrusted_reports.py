@@ -98,9 +98,8 @@ class UntrustedReports:
             for step in report.steps:
                 if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
                     raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
-                self._check_deltas(step.deltas)
-            for finish in report.finishes:
-                self._check_deltas(finish.deltas)
+            self._check_deltas([step.deltas for step in report.steps])
+            self._check_deltas([finish.deltas for finish in report.finishes])
         elif isinstance(report, Chunk):
             self._check_chunk(report)
         elif isinstance(report, Ready):
@@ -117,15 +116,20 @@ class UntrustedReports:
         if (self._chunks - _SPARE) * self._least > self._bytes:
             raise UntrustedReport(f"{self._chunks} pieces of large arrays of {self._bytes} bytes")
 
-    def _check_deltas(self, raw: msgspec.Raw) -> None:
-        data = memoryview(raw)
-        head = self._heads.get(len(data))
-        if head is not None and data[: len(head)] == head:
-            return
+    def _check_deltas(self, found: list[msgspec.Raw]) -> None:
+        heads = self._heads
+        for raw in found:
+            head = heads.get(len(raw))
+            if head is None or memoryview(raw)[: len(head)] != head:
+                self._learn_head(raw)
+
+    def _learn_head(self, raw: msgspec.Raw) -> None:
+        """Check deltas. If others with the same head would differ in an array's content alone, remember the head."""
         deltas = _deltas.decode(raw)
         for delta in deltas:
             if type(delta) is _Append and not _is_list(memoryview(delta.items)):
                 raise UntrustedReport("a change that appends something else than a list")
+        data = memoryview(raw)
         head = _head_of(deltas, data)
         # Nothing else limits the path in it.
         if 0 < len(head) <= _LONGEST_HEAD:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tracewire_engine.worker.step_states import RequestState, StepStates, computed_tokens
+from tracewire_engine.worker.step_states import RequestState, StepStates, computed_tokens, token_indices
 
 
 def _states(**resting: RequestState) -> StepStates:
@@ -44,3 +44,16 @@ def test_computed_tokens_are_in_the_order_of_the_batch(order: list[str]) -> None
     plain: dict[str, Any] = {name: SimpleNamespace(num_computed_tokens=count) for name, count in expected.items()}
     assert computed_tokens(states, order) == [expected[name] for name in order]
     assert computed_tokens(plain, order) == [expected[name] for name in order]
+
+
+@pytest.mark.parametrize("order", [["b", "a"], ["a", "b"], ["a"], ["rests", "a"]])
+def test_indices_are_those_of_the_tokens_that_the_step_samples(order: list[str]) -> None:
+    states, scheduled = _states(rests=RequestState(3, 2)), {"a": 1, "b": 2}
+    plain: dict[str, Any] = {
+        name: SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+        for name, computed, prompt in (("a", 9, 5), ("b", 4, 6), ("rests", 3, 2))
+    }
+    expected = {"a": 5, "b": 0}
+    wanted = {name: expected[name] for name in order if name in expected}
+    assert token_indices(states, order, scheduled) == wanted
+    assert token_indices(plain, order, scheduled) == wanted
