@@ -286,8 +286,6 @@ async def tracewire_round(
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """What several subscribers, which ran at once, came to together."""
-    if len(answers) == 1:
-        return answers[0]
     found: dict[str, Any] = {name: sum(one[name] for one in answers) for name in ("tokens", "wire", "raw")}
     found["seconds"] = max(one["ended_at"] for one in answers) - min(one["began_at"] for one in answers)
     found["latencies"] = [latency for one in answers for latency in one["latencies"]]
@@ -295,7 +293,7 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     began = min(one["began_at"] for one in answers)
     marks = {"first_step": first - began, "generating": last - first, "ending": began + found["seconds"] - last}
     found["marks_ms"] = _milliseconds(marks) | {
-        "submitted": max(one["marks_ms"]["submitted"] for one in answers),
+        "submitted": round(max(1000 * (one["began_at"] - began) + one["marks_ms"]["submitted"] for one in answers), 1),
         "joined": round(1000 * (max(one["last_first"] for one in answers) - first), 1),
     }
     return found

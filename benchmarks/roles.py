@@ -172,7 +172,8 @@ async def serve(ready: dict[str, Any], run: Any) -> None:
         seconds = time.perf_counter() - began
         after = cpu_seconds()
         cpu = {kind: round(used - before.get(kind, 0.0), 3) for kind, used in after.items()}
-        print(json.dumps({**answer, "seconds": seconds, "cpu_s": cpu}), flush=True)
+        # A subscriber's own seconds leave out how long it waits for the others.
+        print(json.dumps({"seconds": seconds, **answer, "cpu_s": cpu}), flush=True)
 
 
 def plain(options: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger("vllm.tracewire")
 #: For fewer tokens than these, an activation is not compiled yet: the compiler lays its kernel out for about as many as
 #: it is first given. vLLM first gives it a whole step.
 _FEWEST = 16
+#: How many rows of an activation are compared with those of vLLM's kernel when it is compiled.
+_COMPARED = 64
 
 
 def compile_activations(model: torch.nn.Module, compiled: Callable[[Any], Any] = torch.compile) -> list[str]:
@@ -44,22 +46,35 @@ def compile_activations(model: torch.nn.Module, compiled: Callable[[Any], Any] =
 
 
 class _Function:
-    """What all activations share: the function that is compiled, and whether that has failed."""
+    """What all activations share: the function that is compiled, and whether that has failed.
 
-    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.call, self.failed = call, False
+    Attributes:
+        call: computes an activation. It compiles nothing: for what is not compiled it calls PyTorch's operations.
+    """
 
-    def compile(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Compile it for tensors like `x`, and call it. Returns `None` if it cannot be compiled."""
+    def __init__(self, compiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compiled, self.failed = compiled, False
+        self.call: Callable[[torch.Tensor], torch.Tensor] = torch._dynamo.run(compiled)
+
+    def compile(self, x: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        """Compile it for tensors like `x`, and call it. Returns `None` if it does not come to what `own` does."""
         torch._dynamo.mark_dynamic(x, 0)
         try:
-            value = self.call(x)
-            self.call(x[:1])
+            value = self._compiled(x)
+            rows, first = x[:_COMPARED], x[:1]
+            same = _same(self._compiled(rows), own(rows)) and _same(self._compiled(first), own(first))
+            why = "" if same else "it comes to other values than vLLM's"
         except Exception as error:  # of any part of the compiler
-            logger.warning("the model's activations are not compiled, which costs some speed: %r", error)
-            self.failed = True
-            return None
-        return value
+            why = repr(error)
+        if not why:
+            return value
+        logger.warning("the model's activations are not compiled, which costs some speed: %s", why)
+        self.failed = True
+        return None
+
+
+def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
+    return bool(((value == own) | (value.isnan() & own.isnan())).all())
 
 
 class _Compiled:
@@ -78,10 +93,15 @@ class _Compiled:
         form = x.dtype, x.shape[1:], x.stride(), x.device, x.is_inference(), torch.is_inference_mode_enabled()
         if form == self._form:
             return self._function.call(x)
-        if self._form is None and not self._function.failed and len(x) >= _FEWEST:
-            value = self._function.compile(x)
+        if self._form is None and not self._function.failed and len(x) >= _FEWEST and not _is_recorded(x):
+            value = self._function.compile(x, self._original)
             if value is not None:
                 self._form = form
                 return value
         own: torch.Tensor = self._original(x)
         return own
+
+
+def _is_recorded(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing can be compiled."""
+    return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -6,14 +6,14 @@ made when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from .request_book import token_index
 
-__all__ = ["RequestState", "StepStates", "computed_tokens", "token_indices"]
+__all__ = ["RequestState", "StepStates", "computed_tokens", "token_index_of"]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class StepStates(Mapping[str, RequestState]):
             found[name] = RequestState(computed, prompt, generated)
         return found
 
-    @property
+    @cached_property
     def indices(self) -> dict[str, int]:
         """The index of the token that each of the step's requests samples in it."""
         counts = map(self._scheduled.__getitem__, self.order)
@@ -78,17 +78,17 @@ class StepStates(Mapping[str, RequestState]):
         return {} if order == self.order else {name: self._made[name] for name in {*self.order} - {*order}}
 
 
-def token_indices(states: Mapping[str, Any], order: list[str], scheduled: Mapping[str, int]) -> dict[str, int]:
-    """The index of the token that each request samples in a step (see `token_index`).
+def token_index_of(states: Mapping[str, Any], order: list[str], scheduled: Mapping[str, int]) -> Callable[[str], int]:
+    """A function that gives the index of the token that a request of a step samples in it (see `token_index`).
 
     Args:
-        states: of the step's requests.
+        states: of the requests for which the function is called, perhaps of no others.
         order: the requests of the step, in the order of the batch.
         scheduled: how many tokens of each the step has.
     """
     if isinstance(states, StepStates) and states.order == order:
-        return states.indices
-    return {name: token_index(states[name], scheduled[name]) for name in order if name in scheduled}
+        return lambda name: states.indices[name]
+    return lambda name: token_index(states[name], scheduled[name])
 
 
 def computed_tokens(states: Mapping[str, RequestState], order: list[str]) -> list[int]:

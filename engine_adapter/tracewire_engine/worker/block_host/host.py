@@ -282,6 +282,9 @@ class BlockHost:
         with self._lock:
             if self.retired:
                 return False
+            if (other := self.traces.get(trace.name)) is not None:
+                # Its place is taken before it is forgotten.
+                self.accounts.replace(other.account, None)
             self.traces[trace.name] = trace
             return True
 

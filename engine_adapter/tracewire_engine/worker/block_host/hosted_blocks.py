@@ -19,7 +19,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
 from tracewire_engine.protocol.block_host import Arrived, EditsFailed, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
-from tracewire_engine.worker.step_states import token_indices
+from tracewire_engine.worker.step_states import token_index_of
 
 from .accounts import Accounts, has_files, known_leaves
 from .earlier_stages import EarlierStages
@@ -322,7 +322,7 @@ class HostedBlocks:
         if self._ahead:
             self._ahead = False
             return self.active
-        return self.begin(scheduled, order, token_indices(states, order, scheduled).__getitem__)
+        return self.begin(scheduled, order, token_index_of(states, order, scheduled))
 
     def pass_by(self, locations: Collection[str]) -> bool:
         """Count these locations as passed, if no block wants anything there. Returns whether none does."""

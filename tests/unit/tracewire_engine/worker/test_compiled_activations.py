@@ -86,6 +86,45 @@ def test_a_block_that_calls_a_module_in_its_own_way_has_nothing_compiled(model: 
     assert compiler.times == 2
 
 
+def test_a_block_that_changes_what_pytorch_compiles_for_has_nothing_compiled(model: Any, compiler: Compiler) -> None:
+    compile_activations(model, compiler)
+    run(model, 64)
+    silu = model.layer0.silu
+    with torch.inference_mode():
+        value = torch.randn(5, WIDTH)
+        assert silu(value[:0]).shape == (0, WIDTH // 2)
+        with torch.enable_grad():
+            assert torch.allclose(silu(value), silu.forward_native(value))
+        with torch.autocast("cpu"):
+            silu(value)
+    parameter = torch.nn.Parameter(torch.randn(5, WIDTH))
+    assert torch.allclose(silu(parameter), silu.forward_native(parameter))
+    assert compiler.times == 2
+    run(model, 33)
+    assert compiler.times == 2
+
+
+def test_an_activation_that_comes_to_other_values_stays_as_it_was(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def off(function: Any) -> Any:
+        return lambda x: function(x) * 1.5
+
+    compile_activations(model, off)
+    run(model, 64)
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.tracewire"]
+    assert said == [
+        "the model's activations are not compiled, which costs some speed: it comes to other values than vLLM's"
+    ]
+
+
+def test_values_that_are_no_numbers_are_the_same(model: Any, compiler: Compiler) -> None:
+    compile_activations(model, compiler)
+    with torch.inference_mode():
+        value = torch.full((64, WIDTH), torch.nan)
+        assert model.layer0.silu(value).isnan().all()
+    run(model, 64)
+    assert compiler.times == 2
+
+
 def test_what_cannot_be_compiled_stays_as_it_was(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: Any) -> Any:
         def fails(*_: Any) -> Any:

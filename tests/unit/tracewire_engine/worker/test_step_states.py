@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tracewire_engine.worker.step_states import RequestState, StepStates, computed_tokens, token_indices
+from tracewire_engine.worker.step_states import RequestState, StepStates, computed_tokens, token_index_of
 
 
 def _states(**resting: RequestState) -> StepStates:
@@ -53,7 +53,15 @@ def test_indices_are_those_of_the_tokens_that_the_step_samples(order: list[str])
         name: SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
         for name, computed, prompt in (("a", 9, 5), ("b", 4, 6), ("rests", 3, 2))
     }
-    expected = {"a": 5, "b": 0}
-    wanted = {name: expected[name] for name in order if name in expected}
-    assert token_indices(states, order, scheduled) == wanted
-    assert token_indices(plain, order, scheduled) == wanted
+    for known in (states, plain):
+        index_of = token_index_of(known, order, scheduled)
+        assert [index_of(name) for name in order if name != "rests"] == [
+            {"a": 5, "b": 0}[n] for n in order if n != "rests"
+        ]
+
+
+def test_a_step_without_traced_requests_has_no_states() -> None:
+    """Nothing is asked of its requests."""
+    index_of = token_index_of(StepStates([], [], [], {}, {}), ["plain"], {"plain": 1})
+    with pytest.raises(KeyError):
+        index_of("plain")

@@ -130,6 +130,18 @@ def test_a_trace_of_the_same_name_is_another_one() -> None:
     assert one.records["t", 0].trace is after
 
 
+def test_a_trace_in_the_place_of_another_one_counts_once() -> None:
+    one = host(reads=True)
+    former = add(one, "t", {"a"})
+    second = add(one, "t", {"b"})
+    one.drop(former)
+    assert one.reads == one.observed == {"b"}
+    assert (one.accounts.traces, one.accounts.reads) == (1, 1)
+    one.drop(second)
+    assert one.accounts.traces == one.accounts.reads == 0
+    assert one.reads == frozenset()
+
+
 def test_a_host_owes_the_turns_that_it_has_not_taken() -> None:
     one = host()
     assert not one.owes(0.0)

@@ -15,6 +15,7 @@ from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.step_states import StepStates
 
 READS = """
 hidden = [].save()
@@ -78,6 +79,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
     yield model
     assert not len(model.hosts)
     model.close()
+
+
+def test_a_step_of_plain_requests_needs_no_states(served: HostedModel) -> None:
+    """The second runner has none of them."""
+    assert not served.hosts.begin_for(StepStates([], [], [], {}, {}), {"plain": 1}, ["plain"])
+    served.hosts.end()
 
 
 def test_blocks_read_and_write_their_own_rows(served: HostedModel) -> None:
