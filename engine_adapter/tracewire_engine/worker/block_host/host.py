@@ -214,11 +214,10 @@ class BlockHost:
     """
 
     def __init__(self, process: HostProcess, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> None:
-        self.process, self.kind = process, kind
+        self.process, self.kind, self.accounts = process, kind, JoinedAccounts()
         #: How much its blocks have to do in a step.
         self.load: HostLoad = HostLoad(None if like is None else like.load)
         self.traces: dict[str, HostedTrace] = {}
-        self.accounts = JoinedAccounts()
         #: The requests of its traces by the adapter's id and the choice, as records name them; and the traces by the
         #: names of their shared values' records.
         self.records: dict[tuple[str, int], HostedRequest] = {}

@@ -356,7 +356,7 @@ class ReportThread:
     def _pass_on(self, host: BlockHost, report: HostReport) -> None:
         host.untrusted.check(report, host.turns)
         if isinstance(report, Reported):
-            steps = self._steps_of(host, report.steps)
+            steps = _steps_of(host, report.steps)
             finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
             host.took(report.turns, report.mark)
             if host.reads is not None:
@@ -376,21 +376,6 @@ class ReportThread:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
         elif isinstance(report, Broken):
             host.fail(lost(report.message, len(host.traces)))
-
-    @staticmethod
-    def _steps_of(host: BlockHost, steps: list[StepRecord]) -> list[StepRecord]:
-        """Those of these records that are of a host's own requests, or of values that its traces share."""
-        records, found = host.records, []
-        for step in steps:
-            one = records.get((step.request, step.choice))
-            if one is not None:
-                one.index, one.steps = step.index, one.steps + 1
-                if step.ended:
-                    one.ended = True
-                found.append(step)
-            elif step.choice == 0 and step.request in host.shared_names:
-                found.append(step)
-        return found
 
     @staticmethod
     def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
@@ -483,6 +468,21 @@ class ReportThread:
         if (host.kind is None or host.lost) and host.retire():
             self._close(host)
         trace.closed = True
+
+
+def _steps_of(host: BlockHost, steps: list[StepRecord]) -> list[StepRecord]:
+    """Those of these records that are of a host's own requests, or of values that its traces share."""
+    records, found = host.records, []
+    for step in steps:
+        one = records.get((step.request, step.choice))
+        if one is not None:
+            one.index, one.steps = step.index, one.steps + 1
+            if step.ended:
+                one.ended = True
+            found.append(step)
+        elif step.choice == 0 and step.request in host.shared_names:
+            found.append(step)
+    return found
 
 
 def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedRequest | None:
