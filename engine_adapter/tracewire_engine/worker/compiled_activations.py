@@ -46,23 +46,18 @@ def compile_activations(model: torch.nn.Module, compiled: Callable[[Any], Any] =
 
 
 class _Function:
-    """What all activations share: the function that is compiled, and whether that has failed.
+    """What all activations share: the function that is compiled, and whether that has failed."""
 
-    Attributes:
-        call: computes an activation. It compiles nothing: for what is not compiled it calls PyTorch's operations.
-    """
-
-    def __init__(self, compiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._compiled, self.failed = compiled, False
-        self.call: Callable[[torch.Tensor], torch.Tensor] = torch._dynamo.run(compiled)
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.call, self.failed = call, False
 
     def compile(self, x: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """Compile it for tensors like `x`, and call it. Returns `None` if it does not come to what `own` does."""
         torch._dynamo.mark_dynamic(x, 0)
         try:
-            value = self._compiled(x)
+            value = self.call(x)
             rows, first = x[:_COMPARED], x[:1]
-            same = _same(self._compiled(rows), own(rows)) and _same(self._compiled(first), own(first))
+            same = _same(self.call(rows), own(rows)) and _same(self.call(first), own(first))
             why = "" if same else "it comes to other values than vLLM's"
         except Exception as error:  # of any part of the compiler
             why = repr(error)
@@ -90,8 +85,8 @@ class _Compiled:
         self._form: Any = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        form = x.dtype, x.shape[1:], x.stride(), x.device, x.is_inference(), torch.is_inference_mode_enabled()
-        if form == self._form:
+        form = _form(x)
+        if form is not None and form == self._form:
             return self._function.call(x)
         if self._form is None and not self._function.failed and len(x) >= _FEWEST and not _is_recorded(x):
             value = self._function.compile(x, self._original)
@@ -100,6 +95,17 @@ class _Compiled:
                 return value
         own: torch.Tensor = self._original(x)
         return own
+
+
+def _form(x: torch.Tensor) -> Any:
+    """All for which PyTorch would compile anew, but the number of tokens; `None` if there are none."""
+    if not len(x):
+        return None
+    tensor = type(x), x.dtype, x.shape[1:], x.stride(), x.device, x.requires_grad, x.is_inference()
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+    # A block may have changed these, or entered a `with torch.device(...)`.
+    rest = torch.get_default_dtype(), torch.get_num_threads(), torch._C._len_torch_function_stack()
+    return tensor, modes, rest
 
 
 def _is_recorded(x: torch.Tensor) -> bool:

@@ -15,17 +15,22 @@ LAYERS, WIDTH = 12, 32
 
 
 class Compiler:
-    """PyTorch's, whose kernels are PyTorch's own operations; counts how often it compiles."""
+    """PyTorch's, whose kernels are PyTorch's own operations; counts how often it compiles, and what it
+    compiled is called."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times = self.calls = 0
 
     def __call__(self, function: Any) -> Any:
         return torch.compile(function, backend=self._backend)
 
     def _backend(self, graph: Any, _: Any) -> Callable[..., Any]:
         self.times += 1
-        made: Callable[..., Any] = graph.forward
+
+        def made(*arguments: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*arguments)
+
         return made
 
 
@@ -64,7 +69,9 @@ def test_activations_are_compiled_once_for_one_token_and_once_for_more(model: An
     run(model, 64)
     assert compiler.times == 2
     for tokens in (1, 2, 33, 64, 500, 1):
+        before = compiler.calls
         run(model, tokens)
+        assert compiler.calls == before + LAYERS
     assert compiler.times == 2
 
 
@@ -95,7 +102,9 @@ def test_a_block_that_changes_what_pytorch_compiles_for_has_nothing_compiled(mod
         assert silu(value[:0]).shape == (0, WIDTH // 2)
         with torch.enable_grad():
             assert torch.allclose(silu(value), silu.forward_native(value))
-        with torch.autocast("cpu"):
+        with torch.autocast("cpu"), torch.device("cpu"):
+            silu(value)
+        with torch.device("cpu"):
             silu(value)
     parameter = torch.nn.Parameter(torch.randn(5, WIDTH))
     assert torch.allclose(silu(parameter), silu.forward_native(parameter))
