@@ -126,7 +126,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         kinds = [kind for kind in kinds if kind not in left_out]
         for requests in options.requests:
             workload = {"layers": [layer], "prompt_tokens": 16, "concurrency": requests, "tokens": options.tokens}
-            workload |= {"keep_client": True, "count_wire": False}
+            workload["count_wire"] = False
             cells += await rounds_of(engines, workload, kinds, options)
     return {**described(options), "layer": layer, "untapped": left_out, "cells": cells}
 

@@ -204,10 +204,7 @@ def plain(options: dict[str, Any]) -> None:
 
 
 def subscriber(options: dict[str, Any]) -> None:
-    """A client that submits its share of the workload's requests, follows them, and verifies what it folded.
-
-    Each workload has a client of its own, unless it says `keep_client`: such workloads share one.
-    """
+    """A client that submits its share of the requests of all workloads, follows them, and verifies what it folded."""
     import tracewire
     from benchmarks.overhead import tracewire_round
 
@@ -215,8 +212,7 @@ def subscriber(options: dict[str, Any]) -> None:
         async with tracewire.connect(options["url"]) as client:
 
             async def run(workload: dict[str, Any]) -> dict[str, Any]:
-                kept = client if workload.get("keep_client") else None
-                return await tracewire_round(options["url"], workload, kept=kept)
+                return await tracewire_round(options["url"], workload, kept=client)
 
             await serve({}, run)
 

@@ -153,8 +153,7 @@ class SideBySide:
                 return await tracewire_round(self.url, workload)
             answers: list[dict[str, Any]] = []
 
-            # As plain vLLM's front end stays up, so do the subscribers' clients. They begin together.
-            common = {**workload, "keep_client": True, "begin_at": time.time() + _BEGIN_S}
+            common = {**workload, "begin_at": time.time() + _BEGIN_S}
 
             async def one(place: int) -> None:
                 share = {**common, "share": (place, len(self.subscribers))}

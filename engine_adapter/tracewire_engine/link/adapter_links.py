@@ -82,9 +82,7 @@ class AdapterLinks(LinkSender):
         """The records of each adapter, told by their names."""
         found: dict[int, list[_Record]] = {}
         for record in records:
-            found.setdefault(adapter_of(name(record)), []).append(record)
-        for unknown in [adapter for adapter in found if adapter > len(self._others)]:
-            found.setdefault(0, []).extend(found.pop(unknown))
+            found.setdefault(self._adapter(name(record)), []).append(record)
         return found.items()
 
     def _adapter(self, name: str) -> int:

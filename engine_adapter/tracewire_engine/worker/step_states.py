@@ -50,11 +50,8 @@ class StepStates(Mapping[str, RequestState]):
 
     @cached_property
     def _made(self) -> dict[str, RequestState]:
-        found = {}
-        for name, computed, prompt in zip(self.order, self.computed, self._prompts, strict=True):
-            generated = max(0, computed + self._scheduled[name] - prompt + 1)
-            found[name] = RequestState(computed, prompt, generated)
-        return found
+        rows = zip(self.indices.items(), self.computed, self._prompts, strict=True)
+        return {name: RequestState(computed, prompt, max(0, index + 1)) for (name, index), computed, prompt in rows}
 
     @cached_property
     def indices(self) -> dict[str, int]:
