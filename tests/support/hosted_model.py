@@ -230,7 +230,10 @@ class HostedModel:
         return {name: self.outcomes[name] for name in blocks}
 
     def close(self) -> None:
-        """End all hosts."""
+        """End all hosts. Nothing waits for them any more."""
         for trace in list(self.hosts.traces.values()):
             trace.host.process.close()
+        if self.visits is not None:
+            self.visits.settle()
+            self.visits.give_back()
         self.pool.close()

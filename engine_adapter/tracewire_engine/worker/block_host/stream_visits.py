@@ -32,6 +32,7 @@ import torch
 from tracewire_engine.link.shared_rows import SharedValueError
 from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.protocol.block_host import Reply, Request, Shape
+from tracewire_engine.worker.switch_interval import set_switch_interval
 
 from .host import BlockHost, LateTurn
 from .host_replies import Patience, wait_for_replies
@@ -221,7 +222,7 @@ class StreamVisits:
         """
         if not self._held:
             # While the GPU waits, the thread gets the interpreter soon. The model's thread is ahead.
-            sys.setswitchinterval(_SWITCH_S)
+            set_switch_interval(_SWITCH_S)
         visit.begin(value)
         self._number += 1
         visit.number, visit.since = self._number, time.monotonic()
@@ -242,7 +243,7 @@ class StreamVisits:
                 self._give_up(visit)
             visit.leave()
             if not self._held:
-                sys.setswitchinterval(self._usual_switch_s)
+                set_switch_interval(self._usual_switch_s)
 
     def settle(self) -> None:
         """Wait until the hosts are told all, and no stream waits for them."""

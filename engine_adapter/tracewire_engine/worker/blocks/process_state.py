@@ -26,6 +26,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from tracewire_engine.worker.switch_interval import set_switch_interval
+
 __all__ = ["keep", "pass_state", "put_back_pass", "put_back_step", "put_back_turn", "recursion_limit", "turn_state"]
 
 logger = logging.getLogger("vllm.tracewire")
@@ -215,7 +217,7 @@ _STEP: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("anomaly mode", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     ("torch seed", torch.default_generator.initial_seed, _set_seed),
     ("precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    ("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ("switch interval", sys.getswitchinterval, set_switch_interval),
     ("thresholds of garbage collection", gc.get_threshold, lambda was: gc.set_threshold(*was)),
     ("limit of integers' text", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     ("level of disabled logging", lambda: logging.root.manager.disable, logging.disable),

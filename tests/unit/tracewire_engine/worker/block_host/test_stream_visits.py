@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,10 +56,12 @@ class Model(HostedModel):
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
+    before = sys.getswitchinterval()
     found = Model()
     yield found
     assert not len(found.hosts)
     found.close()
+    assert sys.getswitchinterval() == before
 
 
 @pytest.fixture(scope="module")
