@@ -5,7 +5,8 @@
 
 A worker's part for `tracewire engine --blocks host` runs in this process, beside a made-up model whose step takes the
 time of so many small operations of PyTorch. 300 of them take some two milliseconds, as a step of a small model on a GPU
-does on its core. Each trace reads one layer in each step, or scales it and reads it (`writes`). All traces are of one
+does on its core. The save relay is a process, as in an engine, and this process is the adapter: it reads what has come
+between the rounds. Each trace reads one layer in each step, or scales it and reads it (`writes`). All traces are of one
 tenant. Steps with and without them take turns, in rounds.
 
 By the way, the number of traces, and how many hosts they share at most:
@@ -14,6 +15,7 @@ By the way, the number of traces, and how many hosts they share at most:
   round, and `least` and `most` are those of single rounds;
 - `quick_to_plain` is the same of the quickest tenth of the steps, which other programs have disturbed least;
 - `thread_ms` is the processor time that a step takes more on the model's thread, in milliseconds, median;
+- `worker_ms` is the same of all threads of the worker's process;
 - `host_ms` is the processor time that a step takes in all hosts together, and `hosts` is how many they are;
 - `parts`, with `--parts N`: the N parts of the model's thread that take most in the last round, in microseconds a step.
   Counting them slows the thread down.
@@ -38,6 +40,7 @@ from benchmarks.thread_account import ThreadAccount
 from tests.support import hosted_model
 from tests.support.hosted_model import HostedModel
 from tracewire_engine.link.host_channel import HostChannel
+from tracewire_engine.worker.block_host.gathered_reports import GatheredReports
 from tracewire_engine.worker.block_host.host import BlockHost, LateTurn
 from tracewire_engine.worker.block_host.host_turns import HostTurns
 from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
@@ -66,7 +69,8 @@ PARTS: dict[type, str] = {
     HostShare: "parts give",
     HostRows: "arrive",
     SharedRows: "__init__ check_edits replace",
-    ReportThread: "between_steps _read _pass_on _send_late _send",
+    ReportThread: "between_steps _read _pass_on _send_late",
+    GatheredReports: "add send",
     UntrustedReports: "check",
     HostChannel: "send _flush _take",
 }
@@ -85,15 +89,17 @@ class _Timed:
         mean: of a step.
         quick: of the longest of the quickest tenth of them.
         busy: the processor time of this thread in a step.
+        used: that of all threads.
     """
 
     def __init__(self, steps: int, one: Callable[[int], None]) -> None:
-        busy, took = time.thread_time(), []
+        busy, used, took = time.thread_time(), time.process_time(), []
         for number in range(1, steps + 1):
             began = time.perf_counter()
             one(number)
             took.append((time.perf_counter() - began) * 1000)
         self.busy = (time.thread_time() - busy) * 1000 / steps
+        self.used = (time.process_time() - used) * 1000 / steps
         self.mean, self.quick = sum(took) / steps, sorted(took)[steps // 10]
 
 
@@ -105,7 +111,7 @@ def measure(
     way: str, traces: int, hosts: int, options: argparse.Namespace, account: ThreadAccount | None
 ) -> dict[str, Any]:
     """The figures of so many traces that share so many hosts."""
-    model, block, steps = HostedModel(most_hosts=hosts), WAYS[way], options.steps
+    model, block, steps = HostedModel(most_hosts=hosts, adapter_link=True), WAYS[way], options.steps
 
     def step(names: list[str], number: int) -> None:
         model.step(dict.fromkeys(names, 1), number)
@@ -113,7 +119,7 @@ def measure(
 
     # The process that forks the hosts starts with its first host.
     model.run({"first": block}, steps=1)
-    ratios, quick, more, busy, used = [], [], [], [], 0
+    ratios, quick, more, worker, busy, used = [], [], [], [], [], 0
     for round_ in range(options.rounds):
         names = [f"{round_}.{trace}" for trace in range(traces)]
         plain = _Timed(steps, lambda number, names=names: step(names, number))
@@ -137,6 +143,7 @@ def measure(
         ratios.append(plain.mean / hosted.mean)
         quick.append(plain.quick / hosted.quick)
         more.append(max(0.0, hosted.busy - plain.busy))
+        worker.append(max(0.0, hosted.used - plain.used))
     model.close()
     found: dict[str, Any] = {
         "to_plain": round(median(ratios), 3),
@@ -144,6 +151,7 @@ def measure(
         "most": round(max(ratios), 3),
         "quick_to_plain": round(median(quick), 3),
         "thread_ms": round(median(more), 3),
+        "worker_ms": round(median(worker), 3),
         "host_ms": round(median(busy), 3),
         "hosts": used,
     }

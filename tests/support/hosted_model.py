@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import socket
 import sys
 import sysconfig
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,21 +20,25 @@ from nnsight.intervention.source import NO_SKIP
 from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.messages import Block, Delta
 from tracewire_bus.wire.packing import decoder
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender
 from tracewire_engine.protocol.block_host import HostSettings
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.save_relay import Settings
+from tracewire_engine.save_relay.relay import SaveRelay
 from tracewire_engine.worker.block_host.accounts import Accounts
 from tracewire_engine.worker.block_host.earlier_stages import EarlierStages
 from tracewire_engine.worker.block_host.hosted_blocks import HostedBlocks
 from tracewire_engine.worker.block_host.pool import HostPool
 from tracewire_engine.worker.block_host.rank_link import RankLink
 from tracewire_engine.worker.block_host.reading import ModelPaths
+from tracewire_engine.worker.block_host.relay_link import RelayLink
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 from tracewire_engine.worker.block_host.setup import outline_of
 from tracewire_engine.worker.block_host.stream_flags import ThreadFlags
 from tracewire_engine.worker.block_host.stream_visits import StreamVisits
 
-__all__ = ["HostedModel", "Outcome", "settings_of"]
+__all__ = ["HostedModel", "Outcome", "relay_to", "settings_of"]
 
 HIDDEN, VOCABULARY = 4, 50
 
@@ -78,6 +84,11 @@ class Outcome:
         self.finish: FinishRecord | None = None
 
     @property
+    def complete(self) -> bool:
+        """Whether all reports have come. The end may overtake the saves of steps, which come by another way."""
+        return self.finish is not None and len(self.steps) >= self.finish.steps
+
+    @property
     def saves(self) -> dict[str, Any]:
         """The saves after all reports."""
         saves: dict[str, Any] = {}
@@ -91,11 +102,63 @@ class _Link:
     """Takes the reports in place of the link to an adapter."""
 
     def __init__(self) -> None:
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
     def send(self, *reports: Report) -> None:
         for report in reports:
-            self.reports.put(report)
+            self._reports.put(report)
+
+    def get(self, timeout_s: float) -> Report:
+        """The next report."""
+        return self._reports.get(timeout=timeout_s)
+
+    def relay(self, _: HostPool) -> RelayLink:
+        """A thread in place of the save relay."""
+        return relay_to(self)
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
+
+
+class _AdapterLink(_Link):
+    """Both ends of the link to an adapter. A process is the save relay, as in an engine."""
+
+    def __init__(self) -> None:
+        self._receiver = LinkReceiver()
+        self._sender = LinkSender(self._receiver.address)
+        self._come: deque[Report] = deque()
+        self.send = self._sender.send  # type: ignore[method-assign]
+
+    def get(self, timeout_s: float) -> Report:
+        until = time.monotonic() + timeout_s
+        while not self._come:
+            self._come.extend(self._receiver.ready())
+            if not self._come:
+                if time.monotonic() > until:
+                    raise TimeoutError
+                time.sleep(0.0005)
+        return self._come.popleft()
+
+    def relay(self, pool: HostPool) -> RelayLink:
+        """The save relay."""
+        return RelayLink(pool.start_relay(), Settings(self._receiver.address))
+
+    def close(self) -> None:
+        """Close the receiver."""
+        self._receiver.close()
+
+
+def relay_to(link: Any) -> RelayLink:
+    """A thread that passes on to `link` what hosts save, as the save relay does."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay = SaveRelay(theirs, lambda _: link)
+
+    def run() -> None:
+        with theirs:
+            relay.run()
+
+    threading.Thread(target=run, name="save relay", daemon=True).start()
+    return RelayLink(control, Settings(""))
 
 
 class _Request:
@@ -121,15 +184,16 @@ class HostedModel:
         most_hosts: int | None = None,
         visits: bool = False,
         known_edits: bool = False,
+        adapter_link: bool = False,
     ) -> None:
         self.module = Model(layers)
         self.envoy = Envoy(self.module)
         settings = settings_of(self.module)
         self.pool = pool or HostPool(settings)
-        self.link = _Link()
+        self.link = _AdapterLink() if adapter_link else _Link()
         link: Any = self.link
         # No C code that takes forever is waited for.
-        self.reports = ReportThread(lambda: link, None, patience_s=15.0)
+        self.reports = ReportThread(lambda: link, None, 15.0, lambda: self.link.relay(self.pool))
         #: What stands for the stream, and what waits for hosts in its place.
         self.flags = ThreadFlags(3 * step_s)
         self.visits = StreamVisits(self.flags, self.reports) if visits else None
@@ -198,7 +262,7 @@ class HostedModel:
     def wait(self, *names: str, timeout_s: float = 60.0) -> None:
         """Wait until the ends of these requests have been reported, and what they held is given up."""
         until = time.monotonic() + timeout_s
-        while any(self.outcomes[name].finish is None for name in names):
+        while not all(self.outcomes[name].complete for name in names):
             self._take(until)
         # A host is closed behind the report of its trace's end.
         settled = threading.Event()
@@ -212,7 +276,7 @@ class HostedModel:
             self._take(until)
 
     def _take(self, until: float) -> None:
-        report = self.link.reports.get(timeout=max(0.1, until - time.monotonic()))
+        report = self.link.get(max(0.1, until - time.monotonic()))
         for step in report.steps:
             self.outcomes[step.request].steps.append(step)
         for finish in report.finishes:
@@ -236,4 +300,6 @@ class HostedModel:
         if self.visits is not None:
             self.visits.settle()
             self.visits.give_back()
+        self.reports.close_relays()
         self.pool.close()
+        self.link.close()

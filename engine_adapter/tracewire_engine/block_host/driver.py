@@ -31,6 +31,7 @@ from tracewire_engine.protocol.block_host import (
     Reply,
     Reported,
     Request,
+    Saved,
     Shape,
     Steered,
     Turn,
@@ -73,11 +74,16 @@ class _Opaque:
 
 
 class _Link:
-    """A session's end of the reports: `StepReporter` sends to it as to the link to the adapter."""
+    """A session's end of the reports: `StepReporter` sends to it as to the link to the adapter.
 
-    def __init__(self, channel: HostChannel) -> None:
-        self._channel = channel
-        self._unsent = Reported()
+    Args:
+        channel: to the worker.
+        saves: to the save relay.
+    """
+
+    def __init__(self, channel: HostChannel, saves: HostChannel) -> None:
+        self._channel, self._saves = channel, saves
+        self._unsent, self._saved = Reported(), Saved([])
         #: How many bytes of large arrays were sent.
         self.large_sent = 0
 
@@ -87,23 +93,37 @@ class _Link:
     def send(self, *reports: Report) -> None:
         """Report steps and ends, with the next `flush`."""
         for report in reports:
-            self._unsent.steps += report.steps
+            self._saved.steps += report.steps
             self._unsent.finishes += report.finishes
+
+    def send_behind(self, report: Report) -> None:
+        """Report what follows large arrays, with the next `flush`."""
+        self._unsent.steps += report.steps
+        self._unsent.finishes += report.finishes
 
     def flush(self, turns: int, mark: int, *, replied: bool, used_us: int = 0) -> None:
         """Send what is to be reported, how far this process is, and for how long it has worked (see `Reported`).
 
         If the worker was sent a reply, it knows how far this process is.
         """
+        if self._saved.steps:
+            saved, self._saved = self._saved, Saved([])
+            self._put(self._saves, _encode(saved))
         if replied and not (self._unsent.steps or self._unsent.finishes):
             return
         unsent, self._unsent = self._unsent, Reported()
         unsent.turns, unsent.mark, unsent.used_us = turns, mark, used_us
-        message = _encode(unsent)
+        if unsent.finishes:
+            # The worker may end this process when it has read that.
+            self._saves.settle()
+        self._put(self._channel, _encode(unsent))
+
+    @staticmethod
+    def _put(channel: HostChannel, message: bytes) -> None:
         if len(message) > _MOST_REPORTED:
             raise ValueError(f"the saves of a turn take {len(message)} bytes; at most {_MOST_REPORTED} may")
-        self._channel.settle(_WAITING)
-        self._channel.send(message)
+        channel.settle(_WAITING)
+        channel.send(message)
 
     def chunk(self, request: str, blob: str, number: int, data: memoryview) -> None:
         """Send a piece of a large array."""
@@ -121,7 +141,7 @@ class _Blobs:
     def step(self, record: Any, deltas: list[Any], taken: list[Any]) -> None:
         self._ship(record.request, taken)
         record.deltas = msgspec.Raw(encode(deltas))
-        self._link.send(Report(steps=[record]))
+        self._link.send_behind(Report(steps=[record]))
 
     def finish(self, record: FinishRecord, ending: Any, checked: Any) -> None:
         if ending is not None:
@@ -132,7 +152,7 @@ class _Blobs:
             deltas, record.manifest, changed = ending.compare()
             self._ship(record.request, changed)
             record.deltas = msgspec.Raw(encode(deltas))
-        self._link.send(Report(finishes=[record]))
+        self._link.send_behind(Report(finishes=[record]))
 
     def _ship(self, request: str, arrays: list[Any]) -> None:
         for large in arrays:
@@ -157,18 +177,25 @@ class Driver:
     Args:
         settings: of the engine.
         calls: over which the worker's turns come.
-        reports: over which the saves leave.
+        reports: over which the ends of requests and large arrays leave for the worker.
+        saves: over which all other saves leave for the save relay.
         given: memory into which the worker writes.
         returned: memory into which this process writes.
     """
 
     def __init__(
-        self, settings: HostSettings, calls: HostChannel, reports: HostChannel, given: RowMemory, returned: RowMemory
+        self,
+        settings: HostSettings,
+        calls: HostChannel,
+        reports: HostChannel,
+        saves: HostChannel,
+        given: RowMemory,
+        returned: RowMemory,
     ) -> None:
         self._settings = settings
         self._calls, self._given, self._returned = calls, given, returned
-        self._link = _Link(reports)
-        self._reports = reports
+        self._link = _Link(reports, saves)
+        self._leaving = (reports, saves)
         self._names: list[str] = []
         self._told = ToldSteps()
         self._fetched: dict[tuple[str, str], Any] = {}
@@ -182,7 +209,7 @@ class Driver:
         limit = _limit(settings, waits=False)
         while True:
             try:
-                turn = _turns.decode(self._calls.receive(beside=self._reports))
+                turn = _turns.decode(self._calls.receive(beside=self._leaving))
             except ChannelClosed:
                 return
             began, ended, worked = time.monotonic(), 0, time.thread_time_ns()
@@ -317,7 +344,7 @@ class Driver:
     def _ask(self, request: Request) -> Any:
         with time_limit.shielded(waiting=True):
             self._say(request)
-            answer = _answers.decode(self._calls.receive(beside=self._reports))
+            answer = _answers.decode(self._calls.receive(beside=self._leaving))
             if answer.error is not None:
                 kind, message = answer.error
                 raise _ERRORS.get(kind, RuntimeError)(message)

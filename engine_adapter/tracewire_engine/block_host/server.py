@@ -2,8 +2,10 @@
 
     python -m tracewire_engine.block_host.server DESCRIPTOR
 
-The worker starts it with an empty environment. It runs no block itself. Each message over the socket `DESCRIPTOR` asks
-for one host and brings its descriptors, and is answered with the host's process id and a descriptor of the process.
+The worker starts it with an empty environment. It runs no block itself. Each message `host` over the socket
+`DESCRIPTOR` asks for one host and brings its descriptors, and is answered with the host's process id and a descriptor
+of the process. A message `relay` asks for a save relay, which shares this process's memory as hosts do, and brings its
+socket.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 
 __all__ = ["main"]
 
@@ -55,7 +58,13 @@ def main() -> None:
         host = os.fork()
         if not host:
             control.close()
+            if message == b"relay":
+                _become_relay(*descriptors)
             _become_host(settings, descriptors)
+        if message == b"relay":
+            for one in descriptors:
+                os.close(one)
+            continue
         process = os.pidfd_open(host)
         send_descriptors(control, str(host).encode(), [process])
         for one in (process, *descriptors):
@@ -78,13 +87,14 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
     reports: HostChannel | None = None
     try:
         assert isinstance(settings, HostSettings)
-        calls_at, reports_at, *shared, reported_at, place_at = _moved(descriptors)
+        calls_at, reports_at, saves_at, *shared, reported_at, saved_at, place_at = _moved(descriptors)
         given, returned = [RowMemory(one, os.fstat(one).st_size) for one in shared]
-        reported = MessageMemory(reported_at, os.fstat(reported_at).st_size)
+        reported, saved = [MessageMemory(one, os.fstat(one).st_size) for one in (reported_at, saved_at)]
         reports = HostChannel(socket.socket(fileno=reports_at), memory=reported)
+        saves = HostChannel(socket.socket(fileno=saves_at), memory=saved)
         start(settings)
         time_limit.note_places(place_at)
-        driver = Driver(settings, HostChannel(socket.socket(fileno=calls_at)), reports, given, returned)
+        driver = Driver(settings, HostChannel(socket.socket(fileno=calls_at)), reports, saves, given, returned)
         missing = confinement.confine(settings.readable, memory=settings.memory)
         reports.send(msgspec.msgpack.encode(Ready(missing)))
         driver.run()
@@ -93,6 +103,25 @@ def _become_host(settings: object, descriptors: list[int]) -> None:
         if reports is not None:
             reports.send(msgspec.msgpack.encode(Broken(f"{type(error).__name__}: {error}"[:10_000])))
             reports.settle()
+    finally:
+        os._exit(code)
+
+
+def _become_relay(control: int) -> None:
+    """Pass on what hosts save until the worker closes the socket, and end."""
+    from tracewire_engine.block_host import confinement
+    from tracewire_engine.link.adapter_links import link_to
+    from tracewire_engine.link.thread_names import name_thread
+    from tracewire_engine.save_relay.relay import SaveRelay
+
+    code = 1
+    try:
+        confinement.die_with_parent()
+        name_thread("saves")
+        SaveRelay(socket.socket(fileno=control), lambda settings: link_to(settings.address, settings.adapters)).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

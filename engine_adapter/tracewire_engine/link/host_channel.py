@@ -102,6 +102,11 @@ class HostChannel:
         """Whether messages wait for `flush`."""
         return bool(self._waiting)
 
+    @property
+    def broken(self) -> bool:
+        """Whether the other end has sent what is no message, so that nothing more is read."""
+        return self._broken is not None
+
     def send(self, message: bytes) -> None:
         """Send a message, or keep what the kernel does not take of it.
 
@@ -155,11 +160,11 @@ class HostChannel:
             poll.poll()
             self.flush()
 
-    def receive(self, timeout_s: float | None = None, beside: HostChannel | None = None) -> bytes | memoryview:
+    def receive(self, timeout_s: float | None = None, beside: Sequence[HostChannel] = ()) -> bytes | memoryview:
         """Wait for a message, and send meanwhile what waits here and in `beside`.
 
         Raises:
-            ChannelClosed: the other end is gone, or that of `beside`.
+            ChannelClosed: the other end is gone, or that of one of `beside`.
             ChannelTimeout: none came within `timeout_s` seconds.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -172,13 +177,12 @@ class HostChannel:
             events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
             poll = select.poll()
             poll.register(self._socket, events)
-            if beside is not None and beside.unsent:
-                poll.register(beside.fileno(), select.POLLOUT)
-            own = self.fileno()
+            others = {one.fileno(): one for one in beside if one.unsent}
+            for descriptor in others:
+                poll.register(descriptor, select.POLLOUT)
             for descriptor, event in poll.poll(None if left is None else max(1, int(left * 1000))):
-                if descriptor != own:
-                    assert beside is not None
-                    beside.flush()
+                if (other := others.get(descriptor)) is not None:
+                    other.flush()
                     continue
                 if event & select.POLLOUT:
                     self.flush()

@@ -30,6 +30,7 @@ __all__ = [
     "SharedValueError",
     "aligned",
     "pack_value",
+    "sealed_memory",
     "size_of",
     "tensors_alone",
     "unpack_value",
@@ -158,6 +159,14 @@ class _Given(NamedTuple):
     start: int
 
 
+def sealed_memory(size: int) -> int:
+    """A descriptor of new memory of `size` bytes, which nobody can shrink or grow."""
+    descriptor = os.memfd_create("tracewire-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
 class RowMemory(RowBytes):
     """A piece of memory that two processes share, into which one of them writes.
 
@@ -177,10 +186,7 @@ class RowMemory(RowBytes):
     @classmethod
     def create(cls, size: int) -> Self:
         """Make `size` bytes of memory, none of which takes room before it is written."""
-        descriptor = os.memfd_create("tracewire-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(descriptor, size)
+        return cls(sealed_memory(size), size)
 
     def room(self, size: int) -> int | None:
         """Where `size` bytes can be written: the first byte. `None` while the reader still needs too many others.

@@ -24,6 +24,7 @@ from .messages import FinishRecord, StepRecord
 __all__ = [
     "LARGE_OF_HOST",
     "MOST_RECORDS",
+    "MOST_REPORTED",
     "MOST_SAID",
     "SOURCE",
     "Answer",
@@ -45,6 +46,7 @@ __all__ = [
     "Report",
     "Reported",
     "Request",
+    "Saved",
     "Shape",
     "Shared",
     "Steered",
@@ -56,7 +58,10 @@ __all__ = [
 #: The largest `Reply` or `Request`, in bytes: the model waits while a worker reads it.
 MOST_SAID: Final = 1 << 20
 
-#: How many records a `Reported` may have of each kind.
+#: The largest `Saved` or `Report`, in bytes: a step's saves. Large arrays come in pieces.
+MOST_REPORTED: Final = 256 << 20
+
+#: How many records a `Saved` or a `Reported` may have of each kind.
 MOST_RECORDS: Final = 1 << 16
 
 #: How many bytes of one host's large arrays may wait in the worker to be sent to the adapter.
@@ -240,12 +245,21 @@ class Answer(msgspec.Struct, array_like=True):
     error: tuple[str, str] | None = None
 
 
-class Reported(msgspec.Struct, array_like=True, tag="reported"):
-    """A host's report: the new saves of a step and the ends of requests.
+class Saved(msgspec.Struct, array_like=True):
+    """What a host's blocks have saved in the steps of a turn. It goes to the save relay (`save_relay.py`).
 
-    It follows each turn that is not replied to, and each turn of which there is something to report. `turns` says how
-    many turns the host has taken, and `mark` is that of the last of them. `used_us` is that of `Reply`, for one of the
-    steps.
+    The records of a request that has large arrays are in `Reported`, behind the arrays.
+    """
+
+    steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)]
+
+
+class Reported(msgspec.Struct, array_like=True, tag="reported"):
+    """A host's report to the worker: the ends of requests, and the new saves of those that have large arrays.
+
+    It follows each turn that is not replied to, and each turn of which there is something to report. What the turn's
+    blocks have saved otherwise was sent before (`Saved`). `turns` says how many turns the host has taken, and `mark`
+    is that of the last of them. `used_us` is that of `Reply`, for one of the steps.
     """
 
     steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)] = []

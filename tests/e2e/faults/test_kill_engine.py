@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 import tracewire
+from tests.support.blocks.plain import norms
 from tests.support.blocks.steering import steered
 from tests.support.command_lines import with_words
 from tests.support.engine_process import EngineProcess, left_running, running_engine
@@ -139,6 +141,39 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
 
 
 @pytest.mark.full
+@pytest.mark.full
+@pytest.mark.usefixtures("starts_engine")
+async def test_a_killed_save_relay_costs_an_attempt_and_the_engine_stays(own_bus: str, tmp_path: Path) -> None:
+    """The process that passes on what blocks in hosts save."""
+    with running_engine(own_bus, tmp_path, "--blocks", "host") as engine:
+        async with tracewire.connect(own_bus) as client, Bus.open(own_bus) as bus:
+            model = await client.models.get("demo", timeout=PATIENCE)
+            (before,) = await bus.registry.list()
+            sampled = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
+            for round_ in range(2):
+                async with client.trace(model, "def add(a, b):", norms(), **sampled) as trace:
+                    async for item in trace:
+                        if isinstance(item, Output) and item.index >= 10:
+                            break
+                    (relay,) = [one for one in engine.descendants() if named(one) == "tw-saves"]
+                    relay.kill()
+                    with anyio.fail_after(PATIENCE):
+                        result = await trace.result()
+                _, events = await tokens_of(client, trace.id)
+                assert [event.attempt for event in events if isinstance(event, Restarted)] == [2], round_
+                assert len(result.saves["kept"]) == LENGTH
+            (after,) = await bus.registry.list()
+            assert after.engine == before.engine
+    assert "the process that passes on what blocks save has ended" in engine.log.read_text()
+
+
+def named(process: psutil.Process) -> str:
+    """The name of a process, as the kernel has it."""
+    with suppress(FileNotFoundError):
+        return (Path("/proc") / str(process.pid) / "comm").read_text().strip()
+    return ""
+
+
 @pytest.mark.usefixtures("starts_engine")
 @pytest.mark.parametrize(
     "options",

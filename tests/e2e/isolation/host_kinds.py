@@ -1,7 +1,8 @@
 """Kinds of blocks that attack the worker from their host: by what a host may ask for, or by messages of their own.
 
-A block can reach all of its host: the sockets 3 (turns and replies) and 4 (reports) to the worker, and the memory that
-both share. In inline mode these are other descriptors of the worker, so that no kind here is for inline mode.
+A block can reach all of its host: the sockets 3 (turns and replies) and 4 (reports) to the worker, 5 (saves) to the
+save relay, and the memory that they share. In inline mode these are other descriptors of the worker, so that no kind
+here is for inline mode.
 """
 
 from __future__ import annotations
@@ -180,6 +181,35 @@ HOST_KINDS = [
     _sends(
         "socket-passed",
         "import socket\nlink = socket.fromfd(4, socket.AF_UNIX, socket.SOCK_STREAM)\n"
+        "for _ in range(50): socket.send_fds(link, [b''], [3, 4, 5, 6])",
+        meets="ends",
+    ),
+    # The same to the save relay.
+    _sends("saves-that-are-none", "send(b'\\xc1' * 100, 5)"),
+    _sends("saves-without-an-end", "os.write(5, struct.pack('<I', 1 << 27) + b'x')", meets="ends"),
+    _sends("saves-of-4gb", "os.write(5, struct.pack('<I', 0x7FFFFFFF) + b'x')"),
+    _sends(
+        "saves-in-single-bytes", "os.write(5, struct.pack('<I', 1 << 20))\nfor _ in range(1 << 20): os.write(5, b'x')"
+    ),
+    _sends(
+        "saves-outside-the-memory",
+        "os.write(5, struct.pack('<IQQQ', 24 | 1 << 31, 1 << 60, 1 << 17, 1 << 21))",
+    ),
+    _sends("saves-nested-deep", "send(b'\\x91\\x91\\x95\\xa1r\\x00\\x00' + b'\\x91' * 100_000 + b'\\xc0', 5)"),
+    _sends("saves-for-ever", "message = encode([[]])\nwhile True: send(message, 5)"),
+    _sends("saves-of-a-million-records", "send(encode([[['r', 0, 0, [], '']] * 1_000_000]), 5)"),
+    _sends("saves-without-changes", _named("send(encode([[[request, 0, 7, 5, '']]]), 5)")),
+    _sends("saves-without-a-name", _named("send(encode([[[request, 0, 7, [['a', [], [1]]], '']]]), 5)")),
+    _sends("saves-of-a-far-token", _named("send(encode([[[request, 0, 1 << 60, [], '']]]), 5)")),
+    _sends(
+        "saves-of-others",
+        "send(encode([[[f'r{i}', 0, 0, [], 'error'] for i in range(1000)]]), 5)",
+        meets="ends",
+    ),
+    _sends("saves-closed", "os.close(5)", meets="ends"),
+    _sends(
+        "socket-passed-to-the-relay",
+        "import socket\nlink = socket.fromfd(5, socket.AF_UNIX, socket.SOCK_STREAM)\n"
         "for _ in range(50): socket.send_fds(link, [b''], [3, 4, 5, 6])",
         meets="ends",
     ),

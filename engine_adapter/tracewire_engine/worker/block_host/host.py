@@ -31,6 +31,7 @@ from .joined_accounts import JoinedAccounts
 from .passed_arrays import HostArrays
 from .pool import HostProcess
 from .reading import Account, union
+from .relay_link import RelayedSaves
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import GivenShare, HostRows, HostShare, Reading
 from .untrusted_reports import UntrustedReports
@@ -47,7 +48,8 @@ class HostedRequest:
 
     def __init__(self, trace: HostedTrace, request_id: str, request: str, choice: int) -> None:
         self.trace, self.id, self.request, self.choice = trace, request_id, request, choice
-        #: The index of the token of the last step that its host has reported, and how many steps those were.
+        #: The index of the token of the last step that was passed on, and how many steps those were. While its host is
+        #: there, they are those that its host has reported to the worker.
         self.index, self.steps = -1, 0
         #: Whether its blocks have ended it, whether the scheduler has, and whether its end was reported.
         self.ended = self.finished = self.over = False
@@ -123,6 +125,7 @@ class LateTurn:
 
         Raises:
             ChannelClosed: the host is gone.
+            RelayLost: nothing passes on what it saves.
         """
         host = self.host
         while self._late:
@@ -135,6 +138,8 @@ class LateTurn:
         if host.turns == host.taken:
             host.owes_since = time.monotonic()
         host.turns += self.turns
+        if host.saves is not None:
+            host.saves.allow(host.turns + host.untrusted.ends)
         host.calls.send(_encode(self._turn))
 
     def drop(self) -> None:
@@ -168,6 +173,11 @@ class _ToldStep:
         #: Of the step that has begun.
         self._began = Began([], [])
         self._read: list[GivenShare | None] = []
+
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """The requests of the step that has begun last."""
+        return self._began.spans
 
     def begin(self, began: Began) -> None:
         """A step begins."""
@@ -244,8 +254,7 @@ class BlockHost:
         self.present: frozenset[str] = frozenset()
         #: For how many microseconds it says that it has worked for its replies in the step; and the same of the step of
         #: which a stream has waited for it last, with the number of that step.
-        self.replied_us = self.visited_us = 0
-        self.visited_step = -1
+        self.replied_us, self.visited_us, self.visited_step = 0, 0, -1
         #: How many requests it was told of; and of the reply whose blocks ask for nothing any more, as many and the
         #: requests that were in its step.
         self.arrivals = 0
@@ -261,8 +270,9 @@ class BlockHost:
         #: What of its large arrays waits to be sent; and how many bytes of them it may have sent.
         self.arrays = HostArrays()
         self.allowed: Callable[[], int] = lambda: LARGE_OF_HOST
-        #: Checks what it reports.
+        #: Checks what it reports; and what the save relay is told of it, once the relay has its connection.
         self.untrusted = UntrustedReports(process.large)
+        self.saves: RelayedSaves | None = None
         self._lock = threading.Lock()
         self._events: list[Event] = []
         #: What it was told of the last whole step; and of this one what `end` tells it, if that is not the same.
@@ -295,6 +305,8 @@ class BlockHost:
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
+        if self.saves is not None:
+            self.saves.expect(request.request, request.choice)
         with self._lock:
             trace.account = union([account] if earlier is None else [earlier, account])
             self.accounts.replace(earlier, trace.account)
@@ -302,6 +314,8 @@ class BlockHost:
 
     def share(self, trace: HostedTrace, name: str) -> None:
         """Take the name of the records of values that a trace's blocks share."""
+        if self.saves is not None and name not in self.shared_names:
+            self.saves.expect(name, 0)
         trace.shared_names.add(name)
         self.shared_names[name] = trace
 
@@ -360,6 +374,11 @@ class BlockHost:
         self._events.append(began)
         self._told.begin(began)
         self.new, self._again = [], None
+
+    @property
+    def begun(self) -> list[tuple[str, int, int]]:
+        """The requests of the last step that has begun, as in `Began`."""
+        return self._told.spans
 
     def only_read(self, reads: frozenset[str]) -> None:
         """Take part in a step whose blocks only read, of which others may write in other steps.

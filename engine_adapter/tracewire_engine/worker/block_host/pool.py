@@ -17,8 +17,10 @@ import msgspec
 
 from tracewire_engine.link.host_channel import HostChannel, receive_descriptors, send_descriptors
 from tracewire_engine.link.message_memory import MessageMemory
-from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import MOST_SAID, HostSettings
+from tracewire_engine.link.shared_rows import RowMemory, sealed_memory
+from tracewire_engine.protocol.block_host import MOST_REPORTED, MOST_SAID, HostSettings
+
+from .relay_link import SaveEnds
 
 __all__ = ["HostPool", "HostProcess"]
 
@@ -27,15 +29,13 @@ logger = logging.getLogger("vllm.tracewire")
 #: How much memory a worker and a host share in each direction, in bytes. It takes room as it is used.
 SHARED_BYTES = 1 << 30
 
-#: How much memory they share for what the host reports. So much is copied at once at most.
+#: How much memory a host shares with the worker for what it reports, and with the save relay for what its blocks have
+#: saved. So much is copied at once at most.
 REPORTED_BYTES = 8 << 20
 
 #: How long the server of hosts may take to start, while the engine serves nothing, and how long to fork a host, while
 #: the model may wait; in seconds.
 _START_S, _FORK_S = 120.0, 5.0
-
-#: The largest message of a host: a step's saves. Large arrays come in pieces.
-_MOST_BYTES = 256 << 20
 
 #: How much is read of the lines at which a block was, in bytes: what a pipe holds.
 _MOST_PLACES = 1 << 16
@@ -54,6 +54,7 @@ class HostProcess:
         self._process = process
         self.calls, self.reports = ends.calls, ends.reports
         self.given, self.returned = ends.given, ends.returned
+        self._saves: SaveEnds | None = ends.saves
         self._places = ends.places
         self._closed = False
         self._lock = threading.Lock()
@@ -69,9 +70,20 @@ class HostProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
+    def take_saves(self) -> SaveEnds:
+        """The save relay's ends of its connection, which the caller closes. Called once."""
+        saves, self._saves = self._saves, None
+        assert saves is not None
+        return saves
+
     def alive(self) -> bool:
         """Whether the process has not ended."""
-        return not self._closed and not select.select([self._process], [], [], 0)[0]
+        if self._closed:
+            return False
+        # A worker may have more descriptors than `select.select` takes.
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return not poll.poll(0)
 
     def places(self) -> str:
         """Where its block was when the time was over, as `time_limit.note_places` has it. Only the first call has it.
@@ -92,6 +104,8 @@ class HostProcess:
             self._closed = True
             os.close(self._process)
             os.close(self._places)
+            if self._saves is not None:
+                self._saves.close()
         self.calls.close()
         self.reports.close()
         self.given.close()
@@ -105,17 +119,20 @@ class _Ends:
         calls, self._calls = socket.socketpair()
         reports, self._reports = socket.socketpair()
         memory = MessageMemory.create(REPORTED_BYTES)
-        self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, _MOST_BYTES, memory=memory)
+        self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, MOST_REPORTED, memory=memory)
         self._reported = memory.descriptor
+        saves, self._saver = socket.socketpair()
+        self.saves = SaveEnds(saves.detach(), sealed_memory(REPORTED_BYTES))
         self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
         self.places, self._places = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def hand_over(self, control: socket.socket) -> None:
         """Give the other ends to the server of hosts."""
-        theirs = [self._calls.fileno(), self._reports.fileno(), self.given.descriptor, self.returned.descriptor]
-        send_descriptors(control, b"host", [*theirs, self._reported, self._places])
-        self._calls.close()
-        self._reports.close()
+        sockets = [self._calls, self._reports, self._saver]
+        memory = [self.given.descriptor, self.returned.descriptor, self._reported, self.saves.memory]
+        send_descriptors(control, b"host", [*(one.fileno() for one in sockets), *memory, self._places])
+        for one in sockets:
+            one.close()
         os.close(self._places)
 
 
@@ -161,6 +178,17 @@ class HostPool:
         ends = _Ends()
         ends.hand_over(self._control)
         self._starting.append(ends)
+
+    def start_relay(self) -> socket.socket:
+        """Have the server start a save relay. Returns the worker's end of its socket. Does not wait.
+
+        Raises:
+            OSError: the server of hosts has ended.
+        """
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        send_descriptors(self._control, b"relay", [theirs.fileno()])
+        theirs.close()
+        return control
 
     def wait_ready(self) -> None:
         """Wait until the server can start hosts.

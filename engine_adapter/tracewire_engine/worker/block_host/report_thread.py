@@ -1,6 +1,9 @@
-"""Passes on what hosts report, so that the model waits for no report.
+"""Reads what hosts report, so that the model waits for no report, and passes on the ends of their requests.
 
-A thread sends the adapter the saves of each step as they come. Each time that it wakes, it takes the interpreter from
+What blocks have saved goes from their hosts to the save relay, another process (`relay_link.py`), but for the saves of
+requests with large arrays.
+
+Each time that the thread wakes, it takes the interpreter from
 the model's thread for a moment, which costs more than what it then does. So it gathers what comes within `_GATHER_S`
 after a report, and sends it as one message. While one short step follows another it sleeps: the model's thread does the
 same work between the steps, when all reports of the last one have come (`between_steps`).
@@ -23,22 +26,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.link.host_channel import ChannelClosed
 from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
+from .gathered_reports import GatheredReports
 from .host import BlockHost, HostedRequest, HostedTrace, LateTurn
-from .passed_arrays import PassedArrays
 from .places import place_of
+from .relay_link import RelayLink, RelayLost
+from .save_relays import SaveRelays
 from .untrusted_reports import UntrustedReport
 
 if TYPE_CHECKING:
@@ -87,11 +90,17 @@ class ReportThread:
         connect: makes an end of the link to the adapter. Called when something is sent first.
         blobs: sends large arrays.
         patience_s: how long a host may take for a turn, in seconds; 0 for any time.
+        start_relay: starts a save relay. Called again when the one before has ended.
     """
 
-    def __init__(self, connect: Callable[[], LinkSender], blobs: BlobSender | None, patience_s: float = 0.0) -> None:
-        self._connect, self._blobs, self._patience_s = connect, blobs, patience_s
-        self._link: LinkSender | None = None
+    def __init__(
+        self,
+        connect: Callable[[], LinkSender],
+        blobs: BlobSender | None,
+        patience_s: float = 0.0,
+        start_relay: Callable[[], RelayLink] | None = None,
+    ) -> None:
+        self._patience_s = patience_s
         #: Held by the thread that does the work.
         self._working = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,17 +118,21 @@ class ReportThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._relays = None if start_relay is None else SaveRelays(start_relay, self._epoll)
         self._hosts: dict[int, BlockHost] = {}
-        #: The names of the traces that have large arrays.
-        self._large: set[str] = set()
-        self._arrays = PassedArrays()
-        #: What is sent next; when hosts are looked at next; and until when the model's thread does the rest.
-        self._unsent: list[Report] = []
+        self._gathered = GatheredReports(connect, blobs, self._hosts.values, _fail_for_arrays, self._end_untrusted)
+        #: When hosts are looked at next; and until when the model's thread does the rest.
         self._look_at = self._left_until = self._began_at = 0.0
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
 
     def watch(self, host: BlockHost) -> None:
-        """Pass on what a host reports from now on."""
+        """Pass on what a host reports from now on. Called before the host has a trace.
+
+        Raises:
+            OSError: no save relay could be started.
+        """
+        if self._relays is not None:
+            host.saves = self._relays.open(host.process.take_saves())
         self.do(lambda: self._watch(host))
 
     def lose(self, host: BlockHost) -> None:
@@ -166,6 +179,11 @@ class ReportThread:
             finally:
                 self._working.release()
 
+    def close_relays(self) -> None:
+        """End the save relays, when there are no hosts any more."""
+        if self._relays is not None:
+            self._relays.close()
+
     def hurry(self) -> None:
         """Have the thread do its work now, although a step has begun a moment ago."""
         self._left_until = 0.0
@@ -191,7 +209,7 @@ class ReportThread:
                 if self._late and (not self.short or now - self._late[0].since >= _HELD_S):
                     self._send_late(wait=False)
                 self._handle(self._epoll.poll(0))
-                self._send_gathered()
+                self._gathered.send()
                 if self._late:
                     # The thread sends them if no step follows.
                     os.eventfd_write(self._wake, 1)
@@ -208,7 +226,7 @@ class ReportThread:
         with self._working:
             self._send_late(wait=True)
             self._handle(self._epoll.poll(min(seconds, _WAIT_S)))
-            self._send_gathered()
+            self._gathered.send()
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -219,7 +237,7 @@ class ReportThread:
             if now >= self._look_at:
                 with self._working:
                     self._look()
-                    self._send_gathered()
+                    self._gathered.send()
                 self._look_at = time.monotonic() + _LOOK_MS / 1000
             elif now < self._left_until:
                 self._hurried.wait(min(self._left_until, self._look_at) - now)
@@ -235,11 +253,11 @@ class ReportThread:
         self._send_late(wait=True)
         self._handle(ready)
         for _ in range(_GATHERED):
-            if not self._unsent or not any(host.owes(0.0) for host in self._hosts.values()):
+            if not self._gathered or not any(host.owes(0.0) for host in self._hosts.values()):
                 break
             time.sleep(_GATHER_S)
             self._handle(self._epoll.poll(0))
-        self._send_gathered()
+        self._gathered.send()
         if self._late:
             # Their event may have been taken with the one before.
             os.eventfd_write(self._wake, 1)
@@ -251,16 +269,12 @@ class ReportThread:
             try:
                 if descriptor == self._wake:
                     self._work()
+                elif self._relays is not None and (relay := self._relays.at(descriptor)) is not None:
+                    self._hear(self._relays, relay)
                 elif (host := self._hosts.get(descriptor)) is not None:
                     self._read(host, events)
             except Exception:  # it serves all traces
                 logger.exception("a report of a host of blocks could not be passed on")
-
-    def _send_gathered(self) -> None:
-        reports, self._unsent = self._unsent, []
-        if reports:
-            self._link = self._link or self._connect()
-            self._link.send(*reports)
 
     def _look(self) -> None:
         """End hosts that are too slow, and those that have been without a trace for long, or the longest."""
@@ -322,10 +336,27 @@ class ReportThread:
             finally:
                 host.late_sent += turn.turns
 
+    def _hear(self, relays: SaveRelays, relay: RelayLink) -> None:
+        """End the hosts that have sent the relay what no host sends, or all of them if the relay has ended."""
+        hosts = {one.saves.number: one for one in self._hosts.values() if one.saves and one.saves.link is relay}
+        try:
+            for refused in relay.refused():
+                if (host := hosts.get(refused.host)) is not None:
+                    host.fail(lost(f"what it saved is no save: {refused.why}", len(host.traces)))
+                    self._lose(host, trusted=False)
+        except RelayLost as error:
+            logger.error("%s; the traces of its hosts run again", error)
+            relays.drop(relay)
+            for host in hosts.values():
+                # Their traces are not to blame.
+                if host.fail(lost(str(error), len(host.traces))):
+                    host.failed_together = True
+                self._lose(host)
+
     def _watch(self, host: BlockHost) -> None:
         descriptor = host.process.reports.fileno()
         self._hosts[descriptor] = host
-        host.allowed = partial(self._arrays.allow, host.arrays)
+        self._gathered.watch(host)
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def _unwatch(self, host: BlockHost) -> None:
@@ -338,6 +369,8 @@ class ReportThread:
     def _close(self, host: BlockHost) -> None:
         self._unwatch(host)
         host.process.close()
+        if host.saves is not None and not host.lost:
+            host.saves.close()
 
     def _read(self, host: BlockHost, events: int) -> None:
         try:
@@ -357,70 +390,25 @@ class ReportThread:
         host.untrusted.check(report, host.turns)
         if isinstance(report, Reported):
             steps = _steps_of(host, report.steps)
-            finishes = [finish for finish in report.finishes if self._is_finish_of(host, finish)]
+            finishes = [finish for finish in report.finishes if _is_finish_of(host, finish)]
             host.took(report.turns, report.mark)
             if host.reads is not None:
                 host.worked(report.used_us)
             over = {one.trace for finish in finishes if (one := _request_of(host, finish)) is not None}
             if steps or finishes:
-                self._send(host, Report(time=time.time(), steps=steps, finishes=finishes))
+                self._gathered.add(host, Report(time=time.time(), steps=steps, finishes=finishes))
             for trace in over:
                 self._close_if_over(trace)
         elif isinstance(report, Chunk):
-            owner = self._trace_of(host, report.request)
-            if self._blobs is not None and owner is not None:
-                self._large.add(owner.name)
-                self._relay(host, owner.name, BlobChunk(report.request, report.blob, report.number), report.data)
+            self._gathered.add_chunk(host, report)
         elif isinstance(report, Ready):
             for missing in report.missing:
                 logger.warning("a host of blocks is less confined than it could be: %s", missing)
         elif isinstance(report, Broken):
             host.fail(lost(report.message, len(host.traces)))
 
-    @staticmethod
-    def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
-        one = _request_of(host, finish)
-        if one is None:
-            return finish.choice == 0 and finish.request in host.shared_names
-        one.over = True
-        return True
-
-    @staticmethod
-    def _trace_of(host: BlockHost, name: str) -> HostedTrace | None:
-        """The trace of a host's request, or of shared values, by the name that records give it."""
-        found = (one.trace for (request, _), one in list(host.records.items()) if request == name)
-        return host.shared_names.get(name) or next(found, None)
-
-    def _send(self, host: BlockHost, report: Report) -> None:
-        if self._blobs is None or self._large.isdisjoint(host.traces):
-            self._unsent.append(report)
-            return
-        # What belongs to a trace with large arrays follows them.
-        lanes: dict[str, Report] = {}
-        for kind in ("steps", "finishes"):
-            for record in getattr(report, kind):
-                trace = self._trace_of(host, record.request)
-                lane = trace.name if trace is not None and trace.name in self._large else ""
-                getattr(lanes.setdefault(lane, Report(time=report.time)), kind).append(record)
-        for lane, part in lanes.items():
-            if lane:
-                # Behind what its trace reported before it had large arrays.
-                self._send_gathered()
-                self._relay(host, lane, part)
-            else:
-                self._unsent.append(part)
-
-    def _relay(self, host: BlockHost, lane: str, message: BlobChunk | Report, data: bytes = b"") -> None:
-        """Send a piece of a large array, or what follows large arrays of its trace."""
-        assert self._blobs is not None
-        taken = self._arrays.take(host.arrays, message, data)
-        self._blobs.relay((lane, 0), message, taken.send)
-        live = {one.arrays: one for one in self._hosts.values() if one.failure is None}
-        if (arrays := self._arrays.too_many(live)) is not None:
-            most = live[arrays]
-            most.fail(lost(f"{most.arrays.waiting} bytes of its large arrays wait for the bus", len(most.traces)))
-            self._arrays.drop(most.arrays)
-            self._lose(most, trusted=False)
+    def _end_untrusted(self, host: BlockHost) -> None:
+        self._lose(host, trusted=False)
 
     def _lose(self, host: BlockHost, *, trusted: bool = True) -> None:
         """End a host's requests. What it has still reported is passed on first, if it is `trusted`."""
@@ -434,6 +422,7 @@ class ReportThread:
             except (ChannelClosed, *_NO_REPORT):
                 pass
             self._unwatch(host)
+            _count_relayed(host, trusted=trusted)
         requests = list(host.records.values())
         steps = []
         for one in requests:
@@ -441,7 +430,7 @@ class ReportThread:
                 one.ended, one.index, one.steps = True, one.index + 1, one.steps + 1
                 steps.append(StepRecord(one.request, one.choice, one.index, _NO_DELTAS, "error"))
         if steps:
-            self._send(host, Report(time=time.time(), steps=steps))
+            self._gathered.add(host, Report(time=time.time(), steps=steps))
         for one in requests:
             if one.finished:
                 self._finish(one)
@@ -456,7 +445,7 @@ class ReportThread:
         one.over = True
         record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=host.failure, steps=one.steps)
         record.tokens, record.restart = one.index + 1, host.failed_together
-        self._send(host, Report(time=time.time(), finishes=[record]))
+        self._gathered.add(host, Report(time=time.time(), finishes=[record]))
         self._close_if_over(one.trace)
 
     def _close_if_over(self, trace: HostedTrace) -> None:
@@ -464,7 +453,7 @@ class ReportThread:
             return
         host = trace.host
         host.drop(trace)
-        self._large.discard(trace.name)
+        self._gathered.forget(trace)
         if (host.kind is None or host.lost) and host.retire():
             self._close(host)
         trace.closed = True
@@ -485,8 +474,41 @@ def _steps_of(host: BlockHost, steps: list[StepRecord]) -> list[StepRecord]:
     return found
 
 
+def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
+    one = _request_of(host, finish)
+    if one is None and not (finish.choice == 0 and finish.request in host.shared_names):
+        return False
+    if one is not None:
+        one.over = True
+    if host.saves is not None:
+        host.saves.over(finish.request, finish.choice)
+    return True
+
+
+def _count_relayed(host: BlockHost, *, trusted: bool) -> None:
+    """Count what the relay has passed on of the requests of a host that has ended."""
+    if host.saves is None:
+        return
+    try:
+        for passed in host.saves.end(trusted=trusted):
+            one = host.records.get((passed.request, passed.choice))
+            if one is not None:
+                one.index, one.steps = max(one.index, passed.index), one.steps + passed.steps
+                one.ended = one.ended or passed.ended
+    except RelayLost:
+        # Nobody knows what was. The requests end with the step that the host was told of last.
+        for request_id, _, index in host.begun:
+            for one in host.records.values():
+                if one.id == request_id:
+                    one.index = max(one.index, index)
+
+
 def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedRequest | None:
     return host.records.get((record.request, record.choice))
+
+
+def _fail_for_arrays(host: BlockHost, waiting: int) -> None:
+    host.fail(lost(f"{waiting} bytes of its large arrays wait for the bus", len(host.traces)))
 
 
 def too_slow(host: BlockHost, seconds: float, how: str) -> Failure:

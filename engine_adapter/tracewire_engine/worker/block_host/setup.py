@@ -23,6 +23,7 @@ from tracewire_engine.protocol.keys import (
     CODE_IMPORTS,
     LINK_ADDRESS,
 )
+from tracewire_engine.protocol.save_relay import Settings
 from tracewire_engine.worker.parallel.rank_agreement import BlockKey
 
 from .accounts import Accounts
@@ -34,6 +35,7 @@ from .hosted_blocks import HostedBlocks
 from .pool import HostPool
 from .rank_link import RankLink
 from .reading import ModelPaths
+from .relay_link import RelayLink
 from .report_thread import ReportThread
 from .stream_flags import CudaFlags
 from .stream_visits import StreamVisits
@@ -142,8 +144,13 @@ def _hosts_of(
     # A block that can be interrupted has ended with an error at its own line before.
     patience_s = timeout + _GRACE_S if timeout else 0.0
     adapters: int = config.get(ADAPTERS, 1)
-    reports = ReportThread(lambda: link_to(address, adapters), runner.tracewire_reporter.blobs, patience_s)
     pool = HostPool(settings)
+
+    def start_relay() -> RelayLink:
+        return RelayLink(pool.start_relay(), Settings(address, adapters))
+
+    blobs = runner.tracewire_reporter.blobs
+    reports = ReportThread(lambda: link_to(address, adapters), blobs, patience_s, start_relay)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers, settings.taps)
     visits = None if others is not None or earlier is not None else _visits(model, reports, step_s)

@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import PathKey
-from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Report, Reported
+from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Report, Reported, Saved
+from tracewire_engine.protocol.messages import StepRecord
 
 __all__ = ["UntrustedReport", "UntrustedReports"]
 
@@ -65,7 +66,7 @@ _ENDS = ("", "stop", "error")
 
 
 class UntrustedReports:
-    """Checks the reports of one host, in the order in which they come.
+    """Checks what one host sends over one of its connections, in the order in which it comes.
 
     Args:
         large: the size above which an array is large, in bytes. All pieces of one but the last have `CHUNK_BYTES`.
@@ -95,10 +96,7 @@ class UntrustedReports:
             self._reported += 1
             if self._reported > turns + self.ends:
                 raise UntrustedReport(f"{self._reported} reports of {turns} turns and {self.ends} ends")
-            for step in report.steps:
-                if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
-                    raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
-            self._check_deltas([step.deltas for step in report.steps])
+            self._check_steps(report.steps)
             self._check_deltas([finish.deltas for finish in report.finishes])
         elif isinstance(report, Chunk):
             self._check_chunk(report)
@@ -108,6 +106,27 @@ class UntrustedReports:
             self._ready = True
         elif isinstance(report, Broken):
             report.message = report.message[:_TEXT]
+
+    def check_saved(self, saved: Saved, allowed: int) -> None:
+        """Check what the relay is sent.
+
+        Args:
+            saved: of the host.
+            allowed: how many such messages the host may have sent: one for each turn, and for each end of a request.
+
+        Raises:
+            UntrustedReport, msgspec.DecodeError, UnicodeDecodeError, RecursionError: no host sends so.
+        """
+        self._reported += 1
+        if self._reported > allowed:
+            raise UntrustedReport(f"{self._reported} messages of saves, where {allowed} were allowed")
+        self._check_steps(saved.steps)
+
+    def _check_steps(self, steps: list[StepRecord]) -> None:
+        for step in steps:
+            if not 0 <= step.index < 1 << 32 or step.ended not in _ENDS:
+                raise UntrustedReport(f"a record of token {step.index} that ended as {step.ended[:20]!r}")
+        self._check_deltas([step.deltas for step in steps])
 
     def _check_chunk(self, chunk: Chunk) -> None:
         self._chunks, self._bytes = self._chunks + 1, self._bytes + len(chunk.data)

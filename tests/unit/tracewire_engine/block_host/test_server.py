@@ -28,13 +28,15 @@ def test_the_server_forks_hosts_that_have_nothing_but_their_connections() -> Non
     assert receive_descriptors(control)[0] == b"ready"
     calls, their_calls = socket.socketpair()
     reports, their_reports = socket.socketpair()
-    given, returned, reported = [RowMemory.create(1 << 16) for _ in range(3)]
+    _saves, their_saves = socket.socketpair()
+    given, returned, reported, saved = [RowMemory.create(1 << 16) for _ in range(4)]
     places, their_places = os.pipe()
-    memory = [one.descriptor for one in (given, returned, reported)]
-    send_descriptors(control, b"host", [their_calls.fileno(), their_reports.fileno(), *memory, their_places])
+    sockets = [their_calls, their_reports, their_saves]
+    memory = [one.descriptor for one in (given, returned, reported, saved)]
+    send_descriptors(control, b"host", [*(one.fileno() for one in sockets), *memory, their_places])
     message, (process,) = receive_descriptors(control)
-    their_calls.close()
-    their_reports.close()
+    for one in sockets:
+        one.close()
     os.close(their_places)
     ready = msgspec.msgpack.decode(HostChannel(reports).receive(60), type=Report)
     assert isinstance(ready, Ready)

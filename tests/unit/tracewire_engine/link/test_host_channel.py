@@ -129,13 +129,13 @@ def test_what_waits_beside_is_sent_while_a_message_is_waited_for() -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert calls.receive(30, beside=reports) == b"now"
+    assert calls.receive(30, beside=[reports]) == b"now"
     thread.join(30)
     assert not reports.unsent
     reports.send(message)
     reader.close()
     with pytest.raises(ChannelClosed):
-        calls.receive(30, beside=reports)
+        calls.receive(30, beside=[reports])
 
 
 def test_what_an_end_has_sent_before_it_ended_is_read_to_its_end() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import select
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.hosted_model import Model, settings_of
+from tests.support.hosted_model import HostedModel, Model, settings_of
 from tracewire_engine.worker.block_host import pool as pool_module
 from tracewire_engine.worker.block_host.pool import HostPool
 
@@ -48,3 +49,46 @@ def test_the_model_waits_for_a_host_for_a_few_seconds_at_most(monkeypatch: pytes
     assert not pool._starting
     late.close()
     pool.close()
+
+
+def test_saves_go_through_a_process_and_when_it_is_killed_another_one_takes_new_hosts() -> None:
+    model = HostedModel(adapter_link=True)
+    source = "import math\nkept = [].save()\nfor _ in tracer.iter[:]:\n    kept.append(model.logits.clone())\n"
+    outcome = model.run({"one": source}, steps=3)["one"]
+    assert [step.index for step in outcome.steps] == [0, 1, 2]
+    assert len(outcome.saves["kept"]) == 3
+    (relay,) = [one for one in psutil.Process(model.pool._server.pid).children() if name_of(one) == "tw-saves"]
+    model.open("two", source)
+    model.step({"two": 2}, 0)
+    model.wait_for_step("two")
+    relay.kill()
+    relay.wait()
+    # The worker learns of it between steps.
+    model.step({"two": 1}, 1)
+    model.finish("two", 2)
+    model.wait("two")
+    finish = model.outcomes["two"].finish
+    assert finish is not None
+    assert finish.error is not None
+    assert (finish.error.type, finish.restart) == ("BlockHostLost", True)
+    again = model.run({"three": source}, steps=3)["three"]
+    assert len(again.saves["kept"]) == 3
+    model.close()
+
+
+def test_the_relay_keeps_nothing_of_hosts_that_are_closed() -> None:
+    model = HostedModel(adapter_link=True)
+    source = "import math\nkept = model.logits.clone().save()\n"
+    model.run({"first": source}, steps=1)
+    (relay,) = [one for one in psutil.Process(model.pool._server.pid).children() if name_of(one) == "tw-saves"]
+    before = relay.num_fds()
+    for number in range(6):
+        model.run({f"{number}.{one}": source for one in range(2)}, steps=1)
+    model.run({"last": source}, steps=1)
+    # Those of one host may still be open: the worker does not wait until the relay has closed them.
+    assert relay.num_fds() <= before + 4
+    model.close()
+
+
+def name_of(process: psutil.Process) -> str:
+    return (Path("/proc") / str(process.pid) / "comm").read_text().strip()

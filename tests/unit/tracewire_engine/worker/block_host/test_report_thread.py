@@ -12,17 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.hosted_model import relay_to
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.blob_receiver import BlobChunk
 from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
-from tracewire_engine.link.shared_rows import RowMemory
-from tracewire_engine.protocol.block_host import LARGE_OF_HOST, Arrived, Broken, Chunk, Generated, Reported, Turn
+from tracewire_engine.link.shared_rows import RowMemory, sealed_memory
+from tracewire_engine.protocol.block_host import LARGE_OF_HOST, Arrived, Broken, Chunk, Generated, Reported, Saved, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
-from tracewire_engine.worker.block_host import report_thread
+from tracewire_engine.worker.block_host import gathered_reports, report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from tracewire_engine.worker.block_host.passed_arrays import PassedArrays
 from tracewire_engine.worker.block_host.reading import Account
+from tracewire_engine.worker.block_host.relay_link import SaveEnds
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -51,6 +53,14 @@ class Host:
     def says(self, report: Any) -> None:
         self.theirs.send(msgspec.msgpack.encode(report))
 
+    def take_saves(self) -> SaveEnds:
+        saves, theirs = socket.socketpair()
+        self.saver = HostChannel(theirs)
+        return SaveEnds(saves.detach(), sealed_memory(1 << 16))
+
+    def saves(self, *steps: StepRecord) -> None:
+        self.saver.send(msgspec.msgpack.encode(Saved(list(steps))))
+
 
 class Sent:
     """In place of the link and of the sender of large arrays."""
@@ -75,17 +85,22 @@ class Sent:
         return self.reports.get(timeout=30)
 
 
-def watched(patience_s: float = 0.0) -> tuple[ReportThread, BlockHost, Host, Sent]:
+def watched(patience_s: float = 0.0, *, relayed: bool = False) -> tuple[ReportThread, BlockHost, Host, Sent]:
     host, sent = Host(), Sent()
     link: Any = sent
-    thread = ReportThread(lambda: link, link, patience_s)
+    thread = ReportThread(lambda: link, link, patience_s, (lambda: relay_to(link)) if relayed else None)
     anyhost: Any = host
     known = BlockHost(anyhost, None)
     # Each allows a report.
     known.turns = known.taken = 9
+    if relayed:
+        thread.watch(known)
     add(known, "t", "r")
     known.share(known.traces["t"], "t")
-    thread.watch(known)
+    if known.saves is not None:
+        known.saves.allow(9)
+    else:
+        thread.watch(known)
     return thread, known, host, sent
 
 
@@ -268,6 +283,69 @@ def test_what_several_hosts_report_of_a_step_leaves_as_one_message(monkeypatch: 
     assert messages == [2]
 
 
+def test_what_the_relay_has_passed_on_counts_when_a_host_is_lost() -> None:
+    thread, known, host, sent = watched(relayed=True)
+    host.saves(StepRecord("r", 0, 4, NOTHING), StepRecord("foreign", 0, 0, NOTHING), StepRecord("t", 0, 0, NOTHING))
+    assert [(step.request, step.index) for step in sent.next().steps] == [("r", 4), ("t", 0)]
+    host.saves(StepRecord("r", 0, 5, NOTHING))
+    host.saver.close()
+    host.theirs.close()
+    assert [step.index for step in sent.next().steps] == [5]
+    (ended,) = sent.next().steps
+    assert (ended.request, ended.index, ended.ended) == ("r", 6, "error")
+    thread.finish(known.records["r", 0])
+    (finish,) = sent.next().finishes
+    assert (finish.error.type, finish.steps, finish.tokens) == ("BlockHostLost", 3, 7)
+    thread.close_relays()
+
+
+def test_a_request_that_its_block_has_ended_is_not_ended_again_with_its_host() -> None:
+    thread, known, host, sent = watched(relayed=True)
+    add(known, "u", "s")
+    assert known.saves is not None
+    known.saves.allow(9)
+    host.saves(StepRecord("r", 0, 4, NOTHING, "stop"))
+    assert sent.next().steps
+    host.theirs.close()
+    assert [(step.request, step.ended) for step in sent.next().steps] == [("s", "error")]
+    thread.close_relays()
+
+
+def test_saves_that_no_host_sends_end_the_host() -> None:
+    thread, known, host, sent = watched(relayed=True)
+    host.saver.send(msgspec.msgpack.encode(Saved([StepRecord("r", 0, -1, NOTHING)])))
+    (ended,) = sent.next().steps
+    assert (ended.index, ended.ended) == (0, "error")
+    assert host.killed
+    assert known.failure is not None
+    assert "what it saved is no save: a record of token -1" in known.failure.message
+    thread.close_relays()
+
+
+def test_the_traces_of_all_hosts_run_again_when_the_relay_is_lost() -> None:
+    thread, known, host, sent = watched(relayed=True)
+    known.begin([("r-1", 1, 7)], None)
+    host.saves(StepRecord("r", 0, 6, NOTHING))
+    assert sent.next().steps
+    assert known.saves is not None
+    lost = known.saves.link
+    lost._give_up()
+    (ended,) = sent.next().steps
+    assert (ended.request, ended.index, ended.ended) == ("r", 8, "error")
+    assert host.killed
+    thread.finish(known.records["r", 0])
+    (finish,) = sent.next().finishes
+    assert (finish.error.type, finish.restart) == ("BlockHostLost", True)
+    assert "the process that passes on what blocks save has ended" in finish.error.message
+    # Later hosts have another relay.
+    other: Any = Host()
+    later = BlockHost(other, None)
+    thread.watch(later)
+    assert later.saves is not None
+    assert later.saves.link is not lost
+    thread.close_relays()
+
+
 def test_large_arrays_and_all_that_follows_them_go_together() -> None:
     thread, known, host, sent = watched()
     host.says(Chunk("r", "ab" * 8, 0, b"data"))
@@ -362,7 +440,7 @@ def test_a_host_that_sends_more_large_arrays_than_it_may_is_ended_and_no_other()
 
 
 def test_if_more_waits_than_there_is_room_for_the_host_with_the_most_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_thread, "PassedArrays", partial(PassedArrays, of_all=5 * CHUNK_BYTES))
+    monkeypatch.setattr(gathered_reports, "PassedArrays", partial(PassedArrays, of_all=5 * CHUNK_BYTES))
     thread, known, host, sent = watched()
     quiet, other = _beside(thread, sent)
     sent.slow = True

@@ -9,7 +9,7 @@ import pytest
 
 from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import Append, Delete, Set
-from tracewire_engine.protocol.block_host import MOST_RECORDS, Broken, Chunk, Ready, Report, Reported
+from tracewire_engine.protocol.block_host import MOST_RECORDS, Broken, Chunk, Ready, Report, Reported, Saved
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
 from tracewire_engine.worker.block_host.untrusted_reports import UntrustedReport, UntrustedReports
 
@@ -140,3 +140,13 @@ def test_a_report_of_very_many_records_is_not_decoded() -> None:
     encoded = msgspec.msgpack.encode(Reported([one] * (MOST_RECORDS + 1)))
     with pytest.raises(msgspec.ValidationError, match="length"):
         msgspec.msgpack.decode(encoded, type=Report)
+
+
+def test_saves_are_checked_as_reports_are_and_come_once_a_turn() -> None:
+    reports = UntrustedReports(0)
+    reports.check_saved(Saved(step(raw([Set(("a",), [])])).steps), 1)
+    for odd in (step(raw([]), index=-1), step(raw([5])), step(raw([]), ended="oddly")):
+        with pytest.raises((UntrustedReport, msgspec.DecodeError)):
+            UntrustedReports(0).check_saved(Saved(odd.steps), 1)
+    with pytest.raises(UntrustedReport, match="2 messages of saves, where 1 were allowed"):
+        reports.check_saved(Saved([]), 1)
