@@ -69,9 +69,17 @@ class _Host:
     def __init__(self, number: int, channel: HostChannel) -> None:
         self.number, self.channel = number, channel
         self.records: dict[tuple[str, int], _Sent] = {}
+        #: How many of these there were at most at a time; and how many records have come.
+        self.most = self.come = 0
         self.checks = UntrustedReports(0)
         #: Whether it is gone, or has sent what no host sends.
         self.refused = False
+
+    def expect(self, records: list[tuple[str, int]]) -> None:
+        """Expect these records from now on."""
+        for record in records:
+            self.records.setdefault(record, _Sent())
+        self.most = max(self.most, len(self.records))
 
     def rest(self) -> Iterator[bytes | memoryview]:
         """What it has sent and is not read yet. Does not wait."""
@@ -104,10 +112,11 @@ class SaveRelay:
         own = self._control.fileno()
         try:
             while True:
-                ready = [descriptor for descriptor, _ in self._epoll.poll()]
+                # Orders that were heard while a host was read wait already.
+                ready = [descriptor for descriptor, _ in self._epoll.poll(0 if self._orders else None)]
                 open_yet = own not in ready or self._hear()
                 while self._orders:
-                    self._do(*self._orders.popleft())
+                    self._try(*self._orders.popleft())
                 if not open_yet:
                     return
                 for descriptor in ready:
@@ -140,8 +149,15 @@ class SaveRelay:
         self._hear()
         for order, _ in self._orders:
             if isinstance(order, Expected) and order.host == host.number:
-                for record in order.records:
-                    host.records.setdefault(record, _Sent())
+                host.expect(order.records)
+
+    def _try(self, order: Order, descriptors: list[int]) -> None:
+        try:
+            self._do(order, descriptors)
+        except Exception as error:  # it costs a host, and not the others
+            logger.exception("the save relay could not do what it was told")
+            if not isinstance(order, Settings):
+                self._tell(Refused(order.host, f"the save relay failed: {error}"[:_TEXT]))
 
     def _do(self, order: Order, descriptors: list[int]) -> None:
         if isinstance(order, Settings):
@@ -150,10 +166,10 @@ class SaveRelay:
         elif isinstance(order, Opened):
             self._open(order.host, *descriptors)
         elif (host := self._hosts.get(order.host)) is None:
-            return
+            if isinstance(order, Lost):
+                self._tell(Passed(order.host, []))
         elif isinstance(order, Expected):
-            for record in order.records:
-                host.records.setdefault(record, _Sent())
+            host.expect(order.records)
         elif isinstance(order, Over):
             self._read(host, host.rest)
             for record in order.records:
@@ -206,13 +222,15 @@ class SaveRelay:
 
     def _read(self, host: _Host, messages: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Take what a host has sent. If that is no message, nothing more of the host is read."""
-        assert self._counts is not None
         if host.refused:
             return
         try:
             for message in messages():
                 saved = _saves.decode(message)
-                host.checks.check_saved(saved, self._counts[host.number])
+                if any((step.request, step.choice) not in host.records for step in saved.steps):
+                    # The worker says what to expect before it tells the host.
+                    self._hear_expected(host)
+                self._check(host, saved)
                 for step in saved.steps:
                     self._take(host, step)
         except ChannelClosed as error:
@@ -220,6 +238,18 @@ class SaveRelay:
             self._refuse(host, error if host.channel.broken else None)
         except _NO_SAVES as error:
             self._refuse(host, error)
+        except Exception as error:  # it costs this host, and not the others
+            logger.exception("the saves of a host could not be read")
+            self._refuse(host, error)
+
+    def _check(self, host: _Host, saved: Saved) -> None:
+        assert self._counts is not None
+        allowed = self._counts[host.number]
+        host.checks.check_saved(saved, allowed)
+        host.come += len(saved.steps)
+        # In each step, a choice has one record.
+        if host.come > allowed * host.most:
+            raise UntrustedReport(f"{host.come} records in {allowed} turns of at most {host.most} requests")
 
     def _refuse(self, host: _Host, why: Exception | None) -> None:
         """Read nothing more of a host. Tells the worker `why`, if it does not know."""
@@ -229,16 +259,11 @@ class SaveRelay:
             self._tell(Refused(host.number, f"{why}"[:_TEXT]))
 
     def _take(self, host: _Host, step: StepRecord) -> None:
-        record = (step.request, step.choice)
-        sent = host.records.get(record)
-        if sent is None:
-            # The worker says what to expect before it tells the host.
-            self._hear_expected(host)
-            if (sent := host.records.get(record)) is None:
-                return
-        sent.index, sent.steps = step.index, sent.steps + 1
-        sent.ended = sent.ended or bool(step.ended)
-        self._unsent.append(step)
+        sent = host.records.get((step.request, step.choice))
+        if sent is not None:
+            sent.index, sent.steps = step.index, sent.steps + 1
+            sent.ended = sent.ended or bool(step.ended)
+            self._unsent.append(step)
 
     def _send(self) -> None:
         steps, self._unsent = self._unsent, []

@@ -125,7 +125,6 @@ class LateTurn:
 
         Raises:
             ChannelClosed: the host is gone.
-            RelayLost: nothing passes on what it saves.
         """
         host = self.host
         while self._late:
@@ -138,8 +137,8 @@ class LateTurn:
         if host.turns == host.taken:
             host.owes_since = time.monotonic()
         host.turns += self.turns
-        if host.saves is not None:
-            host.saves.allow(host.turns + host.untrusted.ends)
+        if (saves := host.saves) is not None:
+            saves.allow(host.turns + host.untrusted.ends)
         host.calls.send(_encode(self._turn))
 
     def drop(self) -> None:
@@ -350,11 +349,16 @@ class BlockHost:
             self.retired = True
             return True
 
-    def fail(self, failure: Failure) -> bool:
-        """Note why it is of no use any more. Returns whether that was not known before."""
+    def fail(self, failure: Failure, *, blameless: bool = False) -> bool:
+        """Note why it is of no use any more. Returns whether that was not known before.
+
+        Args:
+            failure: the error of its traces.
+            blameless: whether none of its traces can be to blame.
+        """
         if self.failure is not None:
             return False
-        self.failed_together = len(self.traces) > 1
+        self.failed_together = blameless or len(self.traces) > 1
         self.failure = failure
         return True
 

@@ -225,7 +225,7 @@ class HostedBlocks:
     def take_result(self, generated: bytes) -> bool:
         """Pass on the adapter's message about an ended request. Returns whether its blocks run in a host."""
         trace = self._by_request.get(_generated.decode(generated)[0])
-        if trace is not None and trace.failure is None:
+        if trace is not None and trace.failure is None and not trace.closed:
             trace.host.tell(Generated(generated))
             self._turns.send(trace.host)
         return trace is not None

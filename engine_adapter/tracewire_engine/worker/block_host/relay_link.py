@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -32,20 +33,25 @@ from tracewire_engine.protocol.save_relay import (
     Settings,
 )
 
-__all__ = ["RelayLink", "RelayLost", "RelayedSaves", "SaveEnds"]
+__all__ = ["RelayLate", "RelayLink", "RelayLost", "RelayedSaves", "SaveEnds"]
 
 _encode = msgspec.msgpack.Encoder().encode
 _said = msgspec.msgpack.Decoder(Passed | Refused)
 
-#: How long the relay may take to say what was passed on of a host, in seconds.
-_ANSWER_S = 5.0
+#: How long the worker waits for the relay: until it says what was passed on of a host, and until it takes an order; and
+#: after how long without an answer it is given up. In seconds.
+_ANSWER_S, _TAKEN_S, _SILENT_S = 5.0, 5.0, 60.0
 
 
 class RelayLost(ConnectionError):
-    """The save relay has ended, or does not answer. What hosts have saved since then is lost."""
+    """The save relay has ended. What hosts have saved since then is lost."""
 
     def __init__(self) -> None:
         super().__init__("the process that passes on what blocks save has ended")
+
+
+class RelayLate(TimeoutError):
+    """The save relay has not said in time what was passed on of a host."""
 
 
 class SaveEnds(NamedTuple):
@@ -75,6 +81,8 @@ class RelayLink:
         self._lock = threading.Lock()
         self._refused: deque[Refused] = deque()
         self._next, self._open = 0, set[int]()
+        #: Hosts of which the relay has not said yet what was passed on, and since when.
+        self._asked: dict[int, float] = {}
         self.lost = False
         self.tell(settings, self._counts.descriptor)
 
@@ -83,7 +91,7 @@ class RelayLink:
         return self._control.fileno()
 
     def open(self, ends: SaveEnds) -> RelayedSaves:
-        """Have the relay take a host's saves. Closes this process's ends.
+        """Have the relay take a host's saves. The caller closes this process's ends.
 
         Raises:
             RelayLost: there is no relay.
@@ -93,24 +101,26 @@ class RelayLink:
         number = self._next
         self._next += 1
         self._counts[number] = 0
-        try:
-            self.tell(Opened(number), *ends)
-        finally:
-            ends.close()
+        self.tell(Opened(number), *ends)
         self._open.add(number % self._counts.places)
         return RelayedSaves(self, number)
 
     def tell(self, order: Order, *descriptors: int) -> None:
-        """Tell the relay something. Does not wait.
+        """Tell the relay something. Waits only if it has left much unread.
 
         Raises:
-            RelayLost: there is no relay, or it has left too much unread.
+            RelayLost: there is no relay, or it takes nothing any more.
         """
         with self._lock:
             if self.lost:
                 raise RelayLost
+            message = _encode(order)
             try:
-                send_descriptors(self._control, _encode(order), list(descriptors))
+                try:
+                    send_descriptors(self._control, message, list(descriptors))
+                except BlockingIOError:
+                    self._await(select.POLLOUT, _TAKEN_S)
+                    send_descriptors(self._control, message, list(descriptors))
             except OSError:
                 self._give_up()
                 raise RelayLost from None
@@ -139,20 +149,30 @@ class RelayLink:
             trusted: whether what it has still sent is passed on.
 
         Raises:
-            RelayLost: the relay has ended, or does not answer.
+            RelayLost: the relay has ended.
+            RelayLate: the relay does not answer soon.
         """
         self.tell(Lost(number, trusted))
+        self._asked[number] = time.monotonic()
         found: list[Relayed] = []
         while True:
             answer = self._receive(_ANSWER_S)
             if answer is None:
-                self._give_up()
-                raise RelayLost
+                raise RelayLate
             if isinstance(answer, Passed) and answer.host == number:
                 found += answer.records
                 if answer.last:
-                    self._open.discard(number % self._counts.places)
                     return found
+
+    def look(self) -> None:
+        """Give the relay up if it has not answered for long."""
+        if not self.lost and any(time.monotonic() - since > _SILENT_S for since in list(self._asked.values())):
+            self._give_up()
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether `refused` has something that has been received already."""
+        return bool(self._refused)
 
     def forget(self, number: int) -> None:
         """Forget a host that has no trace left."""
@@ -163,9 +183,7 @@ class RelayLink:
         """The next message, if one comes within this time."""
         if self.lost:
             raise RelayLost
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        if not poll.poll(seconds * 1000):
+        if not self._await(select.POLLIN, seconds):
             return None
         try:
             message, _ = receive_descriptors(self._control)
@@ -177,7 +195,15 @@ class RelayLink:
         said: Passed | Refused = _said.decode(message)
         if isinstance(said, Refused):
             self._refused.append(said)
+        elif said.last:
+            self._asked.pop(said.host, None)
+            self._open.discard(said.host % self._counts.places)
         return said
+
+    def _await(self, event: int, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._control, event)
+        return bool(poll.poll(seconds * 1000))
 
     def _give_up(self) -> None:
         """End the relay. Then its socket can be read, and `refused` raises an error."""
@@ -219,8 +245,7 @@ class RelayedSaves:
     def allow(self, turns: int) -> None:
         """Allow so many messages in all, before the host is told of the last turn of these.
 
-        Raises:
-            RelayLost: there is no relay.
+        If there is no relay any more, the worker hears of that from the connection, and ends the host.
         """
         self.link.allow(self.number, turns)
         if not self._expected:
@@ -228,10 +253,11 @@ class RelayedSaves:
         with self._lock:
             expected, self._expected = self._expected, []
             over, self._over = self._over, []
-        for start in range(0, len(over), RELAYED):
-            self.link.tell(Over(self.number, over[start : start + RELAYED]))
-        for start in range(0, len(expected), RELAYED):
-            self.link.tell(Expected(self.number, expected[start : start + RELAYED]))
+        with contextlib.suppress(RelayLost):
+            for start in range(0, len(over), RELAYED):
+                self.link.tell(Over(self.number, over[start : start + RELAYED]))
+            for start in range(0, len(expected), RELAYED):
+                self.link.tell(Expected(self.number, expected[start : start + RELAYED]))
 
     def end(self, *, trusted: bool) -> list[Relayed]:
         """End the connection of a host that has ended. Returns what was passed on (see `RelayLink.passed`)."""

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,7 +41,7 @@ from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from .gathered_reports import GatheredReports
 from .host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from .places import place_of
-from .relay_link import RelayLink, RelayLost
+from .relay_link import RelayLate, RelayLink, RelayLost
 from .save_relays import SaveRelays
 from .untrusted_reports import UntrustedReport
 
@@ -278,6 +279,8 @@ class ReportThread:
 
     def _look(self) -> None:
         """End hosts that are too slow, and those that have been without a trace for long, or the longest."""
+        if self._relays is not None:
+            self._relays.look()
         hosts = list(self._hosts.values())
         for host in hosts if self._patience_s else ():
             if host.failure is None and host.owes(self._patience_s):
@@ -348,9 +351,7 @@ class ReportThread:
             logger.error("%s; the traces of its hosts run again", error)
             relays.drop(relay)
             for host in hosts.values():
-                # Their traces are not to blame.
-                if host.fail(lost(str(error), len(host.traces))):
-                    host.failed_together = True
+                host.fail(lost(str(error), len(host.traces)), blameless=True)
                 self._lose(host)
 
     def _watch(self, host: BlockHost) -> None:
@@ -358,6 +359,10 @@ class ReportThread:
         self._hosts[descriptor] = host
         self._gathered.watch(host)
         self._epoll.register(descriptor, select.EPOLLIN)
+        if host.saves is not None and host.saves.link.lost:
+            # It may have been heard of before.
+            host.fail(lost(str(RelayLost()), len(host.traces)), blameless=True)
+            self._lose(host)
 
     def _unwatch(self, host: BlockHost) -> None:
         for descriptor, one in list(self._hosts.items()):
@@ -369,8 +374,9 @@ class ReportThread:
     def _close(self, host: BlockHost) -> None:
         self._unwatch(host)
         host.process.close()
-        if host.saves is not None and not host.lost:
-            host.saves.close()
+        saves, host.saves = host.saves, None
+        if saves is not None and not host.lost:
+            saves.close()
 
     def _read(self, host: BlockHost, events: int) -> None:
         try:
@@ -423,6 +429,9 @@ class ReportThread:
                 pass
             self._unwatch(host)
             _count_relayed(host, trusted=trusted)
+            if self._relays is not None and host.saves is not None and host.saves.link.has_refused:
+                # What it said of others meanwhile.
+                self.do(partial(self._hear, self._relays, host.saves.link))
         requests = list(host.records.values())
         steps = []
         for one in requests:
@@ -495,7 +504,7 @@ def _count_relayed(host: BlockHost, *, trusted: bool) -> None:
             if one is not None:
                 one.index, one.steps = max(one.index, passed.index), one.steps + passed.steps
                 one.ended = one.ended or passed.ended
-    except RelayLost:
+    except (RelayLost, RelayLate):
         # Nobody knows what was. The requests end with the step that the host was told of last.
         for request_id, _, index in host.begun:
             for one in host.records.values():

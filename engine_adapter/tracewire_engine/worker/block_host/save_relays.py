@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 from collections.abc import Callable
 
-from .relay_link import RelayedSaves, RelayLink, SaveEnds
+from .relay_link import RelayedSaves, RelayLink, RelayLost, SaveEnds
 
 __all__ = ["SaveRelays"]
 
@@ -35,13 +36,23 @@ class SaveRelays:
         Raises:
             OSError: no relay could be started.
         """
-        if self._last.lost:
+        try:
+            if not self._last.lost:
+                with contextlib.suppress(RelayLost):
+                    return self._last.open(ends)
             self._last = self._started()
-        return self._last.open(ends)
+            return self._last.open(ends)
+        finally:
+            ends.close()
 
     def at(self, descriptor: int) -> RelayLink | None:
         """The relay whose connection has this descriptor, if there is one."""
         return self._links.get(descriptor)
+
+    def look(self) -> None:
+        """Give up relays that do not answer."""
+        for link in list(self._links.values()):
+            link.look()
 
     def drop(self, link: RelayLink) -> None:
         """Close the connection to a relay that has ended."""

@@ -63,7 +63,11 @@ class TenantHosts:
 
     def _started(self, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> BlockHost:
         host = BlockHost(self._pool.take(), kind, like)
-        self._reports.watch(host)
+        try:
+            self._reports.watch(host)
+        except BaseException:
+            host.process.close()
+            raise
         return host
 
     def _forget_retired(self) -> None:

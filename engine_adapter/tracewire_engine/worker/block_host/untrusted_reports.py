@@ -24,8 +24,11 @@ class UntrustedReport(ValueError):
     """A host has reported what no host reports that runs its own code."""
 
 
+#: How many changes a step of one request may have, and how many keys the path of one. Values do not nest so deep.
+_CHANGES, _KEYS = 1 << 20, 128
+
 #: The path of a save, which begins with its name.
-_Path: TypeAlias = Annotated[tuple[PathKey, ...], Meta(min_length=1)]
+_Path: TypeAlias = Annotated[tuple[PathKey, ...], Meta(min_length=1, max_length=_KEYS)]
 
 
 class _Append(msgspec.Struct, array_like=True, tag="a"):
@@ -44,7 +47,7 @@ class _Delete(msgspec.Struct, array_like=True, tag="d"):
 
 _Delta: TypeAlias = _Append | _Set | _Delete
 
-_deltas = msgspec.msgpack.Decoder(list[_Delta])
+_deltas = msgspec.msgpack.Decoder(Annotated[list[_Delta], Meta(max_length=_CHANGES)])
 _encode = msgspec.msgpack.Encoder().encode
 
 #: How many bytes msgpack has before the content of bytes, and of an extension type, by their first byte.

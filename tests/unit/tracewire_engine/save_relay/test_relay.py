@@ -184,6 +184,44 @@ def test_bytes_that_are_no_message_are_refused_too(relay: Relay) -> None:
     own.close()
 
 
+def test_a_host_sends_as_many_records_as_its_requests_have_steps_at_most(relay: Relay) -> None:
+    host = relay.open(1, turns=3)
+    relay.tell(Expected(1, [("a", 0), ("b", 0)]))
+    says(host, *(step(name, index) for index in range(3) for name in "ab"))
+    assert len(relay.next()) == 6
+    says(host, step("foreign", 3))
+    refused = relay.said()
+    assert isinstance(refused, Refused)
+    assert refused.why == "7 records in 3 turns of at most 2 requests"
+
+
+def test_an_order_or_a_host_that_fails_costs_that_host_alone(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, other = relay.open(1), relay.open(2)
+    relay.tell(Expected(1, [("a", 0)]))
+    relay.tell(Expected(2, [("b", 0)]))
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(SaveRelay, "_check", fail)
+    says(host, step("a"))
+    assert relay.said() == Refused(1, "no memory")
+    relay.tell(Opened(3))
+    refused = relay.said()
+    assert isinstance(refused, Refused)
+    assert (refused.host, "the save relay failed" in refused.why) == (3, True)
+    says(other, step("b"))
+    assert relay.next() == [("b", 0)]
+
+
+def test_nothing_was_passed_on_of_a_host_that_is_not_known_any_more(relay: Relay) -> None:
+    relay.open(1).close()
+    relay.tell(Closed(1))
+    relay.tell(Lost(1))
+    assert relay.said() == Passed(1, [])
+
+
 def test_a_host_sends_one_message_for_each_turn_at_most(relay: Relay) -> None:
     host = relay.open(1, turns=2)
     relay.tell(Expected(1, [("a", 0)]))
@@ -232,6 +270,26 @@ def test_a_record_may_come_before_the_relay_has_read_that_it_is_expected(relay: 
     while len(found) < 200:
         found += relay.next()
     assert found == [(f"r{number}", 0) for number in range(200)]
+
+
+def test_what_the_relay_hears_while_it_reads_a_host_is_done_next(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = relay.open(1)
+    relay.tell(Expected(1, [("a", 0)]))
+    reads, told = threading.Event(), threading.Event()
+    hear = SaveRelay._hear_expected
+
+    def slowly(self: SaveRelay, *given: Any) -> None:
+        reads.set()
+        assert told.wait(30)
+        hear(self, *given)
+
+    monkeypatch.setattr(SaveRelay, "_hear_expected", slowly)
+    says(host, step("foreign"), step("a"))
+    assert reads.wait(30)
+    relay.tell(Lost(1))
+    told.set()
+    assert relay.said() == Passed(1, [Relayed("a", 0, 0, 1, ended=False)])
+    assert relay.next() == [("a", 0)]
 
 
 def test_a_link_that_fails_costs_what_was_to_be_sent_alone(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from tests.support import ROOT
 from tests.support.hosted_model import HostedModel
 from tracewire_bus.wire.messages import Block
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.protocol.messages import Generated
 from tracewire_engine.worker.step_states import StepStates
 
 READS = """
@@ -273,3 +274,19 @@ def test_a_block_that_does_otherwise_than_its_source_was_taken_to_is_found_out(
     assert finish.error is not None
     assert finish.error.type == "BlockHostLost"
     model.close()
+
+
+def test_the_output_of_a_trace_that_is_over_is_sent_to_nobody(served: HostedModel) -> None:
+    """Its block mentions the output, and has not asked for it."""
+    other = "import math\nkept = model.logits.clone().save()\n"
+    served.open("beside", other, tenant="another")
+    served.step({"beside": 2}, 0)
+    served.run({"over": other}, steps=1)
+    assert served.hosts.traces["over"].closed
+    assert served.hosts.take_result(msgspec.msgpack.encode(Generated("over", "", [])))
+    served.step({"beside": 1}, 1)
+    served.finish("beside", 2)
+    served.wait("beside")
+    finish = served.outcomes["beside"].finish
+    assert finish is not None
+    assert finish.error is None

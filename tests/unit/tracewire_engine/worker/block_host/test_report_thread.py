@@ -20,11 +20,12 @@ from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, sealed_memory
 from tracewire_engine.protocol.block_host import LARGE_OF_HOST, Arrived, Broken, Chunk, Generated, Reported, Saved, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
+from tracewire_engine.protocol.save_relay import Refused
 from tracewire_engine.worker.block_host import gathered_reports, report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from tracewire_engine.worker.block_host.passed_arrays import PassedArrays
 from tracewire_engine.worker.block_host.reading import Account
-from tracewire_engine.worker.block_host.relay_link import SaveEnds
+from tracewire_engine.worker.block_host.relay_link import RelayLate, SaveEnds
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -343,6 +344,61 @@ def test_the_traces_of_all_hosts_run_again_when_the_relay_is_lost() -> None:
     thread.watch(later)
     assert later.saves is not None
     assert later.saves.link is not lost
+    thread.close_relays()
+
+
+def test_what_the_relay_says_of_other_hosts_meanwhile_is_heard() -> None:
+    thread, known, host, sent = watched(relayed=True)
+    other: Any = Host()
+    second = BlockHost(other, None)
+    thread.watch(second)
+    add(second, "u", "s")
+    assert known.saves is not None
+    assert second.saves is not None
+    second.saves.allow(9)
+    refused = Refused(second.saves.number, "odd")
+    end, link = known.saves.end, known.saves.link
+
+    def ended(*, trusted: bool) -> Any:
+        # As if it came before the relay's answer.
+        link._refused.append(refused)
+        return end(trusted=trusted)
+
+    known.saves.end = ended  # type: ignore[method-assign]
+    host.theirs.close()
+    assert [step.request for step in sent.next().steps] == ["r"]
+    assert [step.request for step in sent.next().steps] == ["s"]
+    assert second.failure is not None
+    assert "what it saved is no save: odd" in second.failure.message
+    thread.close_relays()
+
+
+def test_a_host_that_comes_as_its_relay_is_lost_is_not_to_blame() -> None:
+    thread, known, _, sent = watched(relayed=True)
+    assert known.saves is not None
+    known.saves.link._give_up()
+    assert sent.next().steps
+    late: Any = Host()
+    after = BlockHost(late, None)
+    after.saves = known.saves
+    add(after, "u", "s")
+    thread.do(lambda: thread._watch(after))
+    assert sent.next().steps
+    assert (after.lost, after.failed_together) == (True, True)
+    thread.close_relays()
+
+
+def test_a_relay_that_answers_late_leaves_the_ends_to_what_hosts_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, known, host, sent = watched(relayed=True)
+    known.begin([("r-1", 1, 7)], None)
+
+    def late(*, trusted: bool) -> Any:
+        raise RelayLate
+
+    assert known.saves is not None
+    monkeypatch.setattr(known.saves, "end", late)
+    host.theirs.close()
+    assert [(step.index, step.ended) for step in sent.next().steps] == [(8, "error")]
     thread.close_relays()
 
 

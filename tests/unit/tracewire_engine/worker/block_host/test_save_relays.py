@@ -27,13 +27,18 @@ def test_another_relay_takes_new_hosts_when_one_has_ended() -> None:
         first = relays.open(SaveEnds(*os.pipe()))
         assert relays.open(SaveEnds(*os.pipe())).link is first.link
         others[0].close()
+        # Whether the worker has heard of it or not.
+        given = SaveEnds(*os.pipe())
+        second = relays.open(given)
+        assert second.link is not first.link
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(given.connection)
+        assert relays.open(SaveEnds(*os.pipe())).link is second.link
         ((descriptor, _),) = epoll.poll(30)
         assert relays.at(descriptor) is first.link
         assert relays.at(-1) is None
         with pytest.raises(RelayLost):
             first.link.refused()
-        second = relays.open(SaveEnds(*os.pipe()))
-        assert second.link is not first.link
         relays.drop(first.link)
         assert epoll.poll(0) == []
         relays.close()

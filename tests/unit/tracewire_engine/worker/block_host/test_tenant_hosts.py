@@ -16,10 +16,13 @@ READS, WRITES, ODD = Account(frozenset({"a"}), computes=True), Account(None, com
 
 
 class Process:
-    dead, large = False, 0
+    dead, large, closed = False, 0, False
 
     def alive(self) -> bool:
         return not self.dead
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Beside:
@@ -143,3 +146,17 @@ def test_a_host_that_is_retired_is_forgotten() -> None:
     assert take(found, "u", READS, "3") is not first
     assert take(found, "t", READS, "4") is not first
     assert first not in [host for known in found._shared.values() for host in known]
+
+
+def test_a_host_whose_saves_nothing_takes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, beside = hosts()
+    process = Process()
+
+    def refuse(_: BlockHost) -> None:
+        raise OSError("no relay")
+
+    monkeypatch.setattr(beside, "take", lambda: process)
+    monkeypatch.setattr(beside, "watch", refuse)
+    with pytest.raises(OSError, match="no relay"):
+        found.of("t", READS)
+    assert process.closed

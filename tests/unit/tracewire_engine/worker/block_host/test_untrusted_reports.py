@@ -142,6 +142,12 @@ def test_a_report_of_very_many_records_is_not_decoded() -> None:
         msgspec.msgpack.decode(encoded, type=Report)
 
 
+@pytest.mark.parametrize("deltas", [[["d", ["a"]]] * ((1 << 20) + 1), [["d", ["a"] * 129]]])
+def test_a_step_has_so_many_changes_and_a_path_so_many_keys_at_most(deltas: Any) -> None:
+    with pytest.raises(msgspec.DecodeError, match="Expected `array` of length <="):
+        UntrustedReports(0).check(step(raw(deltas)), 1)
+
+
 def test_saves_are_checked_as_reports_are_and_come_once_a_turn() -> None:
     reports = UntrustedReports(0)
     reports.check_saved(Saved(step(raw([Set(("a",), [])])).steps), 1)
