@@ -204,7 +204,7 @@ class SaveRelay:
         self._control.setblocking(True)
         try:
             send_descriptors(self._control, _encode(message), [])
-        except BrokenPipeError:
+        except OSError:  # the worker is gone, which `run` finds
             pass
         finally:
             self._control.setblocking(False)
