@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import socket
 import sys
@@ -303,3 +304,5 @@ class HostedModel:
         self.reports.close_relays()
         self.pool.close()
         self.link.close()
+        # The memory of hosts is in circles of objects, and each piece has descriptors.
+        gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import socket
 import struct
 import threading
@@ -316,5 +315,6 @@ def test_the_relay_ends_with_its_worker() -> None:
     relay.thread.join(30)
     assert not relay.thread.is_alive()
     # Its end of the host's connection is closed.
-    assert select.select([host], [], [], 30)[0]
+    with pytest.raises(ChannelClosed):
+        host.receive(30)
     relay.counts.close()

@@ -20,7 +20,9 @@ def test_hosts_are_started_ahead_and_end_at_once() -> None:
     assert len({host.pid for host in hosts}) == 3
     assert all(host.alive() for host in hosts)
     hosts[0].kill()
-    assert select.select([hosts[0]._process], [], [], 30)[0]
+    poll = select.poll()
+    poll.register(hosts[0]._process, select.POLLIN)
+    assert poll.poll(30_000)
     assert not hosts[0].alive()
     hosts[0].kill()
     for host in hosts:
