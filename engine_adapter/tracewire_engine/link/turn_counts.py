@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Final
 
 __all__ = ["TurnCounts"]
-
-#: How many hosts there may be at a time.
-_PLACES = 1 << 16
 
 
 class TurnCounts:
@@ -18,25 +16,25 @@ class TurnCounts:
         descriptor: of the memory. Stays open until `close`.
     """
 
-    #: The numbers of hosts that live at a time differ modulo this.
-    places = _PLACES
+    #: How many hosts there may be at a time. Their numbers differ modulo this.
+    places: Final = 1 << 16
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._numbers = memoryview(mmap.mmap(descriptor, 8 * _PLACES)).cast("Q")
+        self._numbers = memoryview(mmap.mmap(descriptor, 8 * self.places)).cast("Q")
 
     @classmethod
     def create(cls) -> TurnCounts:
         """Make the memory. It takes room as it is used."""
         descriptor = os.memfd_create("tracewire-turns", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, 8 * _PLACES)
+        os.ftruncate(descriptor, 8 * cls.places)
         return cls(descriptor)
 
     def __getitem__(self, host: int) -> int:
-        return self._numbers[host % _PLACES]
+        return self._numbers[host % self.places]
 
     def __setitem__(self, host: int, turns: int) -> None:
-        self._numbers[host % _PLACES] = turns
+        self._numbers[host % self.places] = turns
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

@@ -27,8 +27,7 @@ class GatheredReports:
         connect: makes an end of the link to the adapter. Called when something is sent first.
         blobs: sends large arrays.
         hosts: gives all hosts.
-        failed: notes the error of a host of which too many bytes wait, and how many.
-        end: ends such a host.
+        end: ends a host, given how many bytes of its large arrays waited: too many. They are dropped before.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class GatheredReports:
         connect: Callable[[], LinkSender],
         blobs: BlobSender | None,
         hosts: Callable[[], Iterable[BlockHost]],
-        failed: Callable[[BlockHost, int], None],
-        end: Callable[[BlockHost], None],
+        end: Callable[[BlockHost, int], None],
     ) -> None:
         self._connect, self._blobs = connect, blobs
-        self._hosts, self._failed, self._end = hosts, failed, end
+        self._hosts, self._end = hosts, end
         self._link: LinkSender | None = None
         self._unsent: list[Report] = []
         #: The names of the traces that have large arrays.
@@ -101,10 +99,9 @@ class GatheredReports:
         self._blobs.relay((lane, 0), message, taken.send)
         live = {one.arrays: one for one in self._hosts() if one.failure is None}
         if (arrays := self._arrays.too_many(live)) is not None:
-            most = live[arrays]
-            self._failed(most, arrays.waiting)
+            waiting = arrays.waiting
             self._arrays.drop(arrays)
-            self._end(most)
+            self._end(live[arrays], waiting)
 
 
 def _trace_of(host: BlockHost, name: str) -> HostedTrace | None:

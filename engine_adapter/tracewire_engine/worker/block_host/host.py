@@ -304,8 +304,9 @@ class BlockHost:
         self.new.append(arrived)
         self.block = arrived.arguments.get(BLOCK_ARG) if self.kind is None else None
         trace.requests[request.id] = self.records[request.request, request.choice] = request
-        if self.saves is not None:
-            self.saves.expect(request.request, request.choice)
+        # Another thread may close it.
+        if (saves := self.saves) is not None:
+            saves.expect(request.request, request.choice)
         with self._lock:
             trace.account = union([account] if earlier is None else [earlier, account])
             self.accounts.replace(earlier, trace.account)
@@ -313,8 +314,8 @@ class BlockHost:
 
     def share(self, trace: HostedTrace, name: str) -> None:
         """Take the name of the records of values that a trace's blocks share."""
-        if self.saves is not None and name not in self.shared_names:
-            self.saves.expect(name, 0)
+        if (saves := self.saves) is not None and name not in self.shared_names:
+            saves.expect(name, 0)
         trace.shared_names.add(name)
         self.shared_names[name] = trace
 

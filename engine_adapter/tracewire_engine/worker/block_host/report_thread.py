@@ -121,7 +121,7 @@ class ReportThread:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._relays = None if start_relay is None else SaveRelays(start_relay, self._epoll)
         self._hosts: dict[int, BlockHost] = {}
-        self._gathered = GatheredReports(connect, blobs, self._hosts.values, _fail_for_arrays, self._end_untrusted)
+        self._gathered = GatheredReports(connect, blobs, self._hosts.values, self._end_overfull)
         #: When hosts are looked at next; and until when the model's thread does the rest.
         self._look_at = self._left_until = self._began_at = 0.0
         threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
@@ -413,7 +413,8 @@ class ReportThread:
         elif isinstance(report, Broken):
             host.fail(lost(report.message, len(host.traces)))
 
-    def _end_untrusted(self, host: BlockHost) -> None:
+    def _end_overfull(self, host: BlockHost, waiting: int) -> None:
+        host.fail(lost(f"{waiting} bytes of its large arrays wait for the bus", len(host.traces)))
         self._lose(host, trusted=False)
 
     def _lose(self, host: BlockHost, *, trusted: bool = True) -> None:
@@ -514,10 +515,6 @@ def _count_relayed(host: BlockHost, *, trusted: bool) -> None:
 
 def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedRequest | None:
     return host.records.get((record.request, record.choice))
-
-
-def _fail_for_arrays(host: BlockHost, waiting: int) -> None:
-    host.fail(lost(f"{waiting} bytes of its large arrays wait for the bus", len(host.traces)))
 
 
 def too_slow(host: BlockHost, seconds: float, how: str) -> Failure:
