@@ -2,9 +2,10 @@
 
     python -m benchmarks.volume [--model FOLDER] [--requests 1 8 32 128 256 512] [--layers 1 4 all]
         [--ways block writing directed deciding declared steered none] [--tokens 128] [--rounds 8] [--bulk FOLDER]
-        [--quick] [--json] [--adapters N] [--subscribers N] [--blocks host] [--model-runner second]
+        [--quick] [--json] [--adapters N] [--subscribers N] [--blocks host] [--model-runner second] [--wake]
+        [--limit SECONDS]
 
-For each number of requests and of layers, plain vLLM and each way take turns on engines that stay up:
+In each round, plain vLLM and each way take turns on engines that stay up, for each number of requests and of layers:
 
 - *block*: a block appends the last position of each layer to a list, in every step; with `--blocks host`, in a process
   of its own;
@@ -23,7 +24,10 @@ median over the rounds of tokens a second, relative to the plain round before it
 `made_to_plain` is the same from the first step to the last one. `mb_s` is how many megabytes of saved values the
 subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the
 subscriber's hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a
-latency that grows with the length of the run is above 1.
+latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds.
+
+An engine that waits long for its turn is slower at first. With `--wake`, each turn has a short round of both engines
+before those that count. `--limit SECONDS` begins no more rounds when the program has run for so long.
 
 `raw` is the limit of the same Redis in the same run, in megabytes a second: one process appends entries of so many
 bytes to streams, another reads them, neither does anything else.
@@ -42,6 +46,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,6 +64,7 @@ from benchmarks.side_by_side import (
     figures,
     layer_count,
     measured,
+    ratios,
     side_by_side,
 )
 
@@ -70,6 +76,8 @@ SAVES = {"block": "last", "declared": "declared:last", "steered": "steered", "no
 ENTRIES = (512, 4096, 65536)
 #: How many bytes of a stream are kept while that limit is measured.
 KEPT_BYTES = 64 * 1024 * 1024
+#: Tokens of each request of a round that only wakes the engines.
+WAKE_TOKENS = 8
 
 
 # --- the limit of Redis -----------------------------------------------------------------------------------------------
@@ -171,32 +179,65 @@ def profiled(folder: Path | None, name: str, engine: int) -> Iterator[None]:
             recorder.wait(60)
 
 
-async def cell(
-    engines: SideBySide, workload: dict[str, Any], ways: list[str], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The figures of each way with so many requests and layers."""
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    base: list[dict[str, Any]] = []
-    for number in range(options.rounds + 1):
-        async with turn(options.turns):
-            first = await engines.plain_round(workload)
-            for way in ways:
-                answer = await engines.our_round({**workload, "saves": SAVES[way]}, saves=way != "none")
-                # The first is a warm-up.
-                if number:
-                    found[way].append(answer)
-            if number:
-                base.append(first)
-    return [
-        {
-            "way": way,
-            "requests": workload["concurrency"],
-            "layers": len(workload["layers"]),
-            **figures(rounds, base),
-            "growth": round(median(growth(one["latencies"]) for one in rounds), 2),
-        }
-        for way, rounds in found.items()
-    ]
+@dataclass
+class Cell:
+    """One number of requests and of layers.
+
+    Attributes:
+        workload: the requests.
+        ways: those that take turns at it.
+        rounds: by way, what each round came to.
+        base: the plain round beside each.
+    """
+
+    workload: dict[str, Any]
+    ways: list[str]
+    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    base: list[dict[str, Any]] = field(default_factory=list)
+
+    async def run(self, engines: SideBySide, *, wake: bool) -> None:
+        """One round of plain vLLM and of each way; with `wake`, behind a short one of each engine."""
+        if wake:
+            short = {**self.workload, "tokens": min(WAKE_TOKENS, self.workload["tokens"])}
+            await engines.our_round({**short, "saves": "none"}, saves=False)
+            await engines.plain_round(short)
+        self.base.append(await engines.plain_round(self.workload))
+        for way in self.ways:
+            answer = await engines.our_round({**self.workload, "saves": SAVES[way]}, saves=way != "none")
+            self.rounds.setdefault(way, []).append(answer)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Of each way, without the first round, which is a warm-up."""
+        found = []
+        for way, rounds in self.rounds.items():
+            to_plain = ratios(rounds[1:], self.base[1:])
+            found.append(
+                {
+                    "way": way,
+                    "requests": self.workload["concurrency"],
+                    "layers": len(self.workload["layers"]),
+                    **figures(rounds[1:], self.base[1:]),
+                    "least": round(min(to_plain), 3),
+                    "most": round(max(to_plain), 3),
+                    "rounds": len(to_plain),
+                    "growth": round(median(growth(one["latencies"]) for one in rounds[1:]), 2),
+                }
+            )
+        return found
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """One for each number of requests and of layers."""
+    depth = layer_count(options.model)
+    counts = dict.fromkeys(min(depth, depth if count == "all" else int(count)) for count in options.layers)
+    found = []
+    for requests in options.requests:
+        for layers in counts:
+            chosen = [depth // 2] if layers == 1 else list(range(depth - layers, depth))
+            workload = {"layers": chosen, "prompt_tokens": 16, "concurrency": requests, "tokens": options.tokens}
+            # Requests without interventions have no layers.
+            found.append(Cell(workload, [way for way in options.ways if way != "none" or layers == min(counts)]))
+    return found
 
 
 async def record_profiles(
@@ -222,39 +263,40 @@ def growth(latencies: list[float]) -> float:
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All cells, and the limit of Redis before and after them."""
-    depth = layer_count(options.model)
+    began = psutil.Process().create_time()
     setup = engine_setup(options)
     setup["arguments"] += ["--blocks", options.blocks]
     if options.bulk is not None:
         # The engine's budget of files holds a round of 256 requests at all layers.
         setup["arguments"] += ["--bulk", str(options.bulk), "--bulk-bytes", str(8 << 30), "--retention", "1"]
-    counts = dict.fromkeys(min(depth, depth if count == "all" else int(count)) for count in options.layers)
-    cells: list[dict[str, Any]] = []
+    cells = cells_of(options)
     raw: dict[int, list[float]] = {size: [] for size in ENTRIES}
+
+    async def measure_raw(engines: SideBySide) -> None:
+        async with turn(options.turns):
+            for size in ENTRIES:
+                raw[size].append(await anyio.to_thread.run_sync(raw_limit, engines.url, size, options.seconds))
+
     async with side_by_side(options, setup, folder) as engines:
-        for last in (False, True):
-            async with turn(options.turns):
-                for size in ENTRIES:
-                    raw[size].append(await anyio.to_thread.run_sync(raw_limit, engines.url, size, options.seconds))
-            if last:
+        await measure_raw(engines)
+        for number in range(options.rounds + 1):
+            # Two rounds are the least: the first one is left out.
+            if number > 1 and options.limit is not None and time.time() - began > options.limit:
                 break
-            for requests in options.requests:
-                for layers in counts:
-                    chosen = [depth // 2] if layers == 1 else list(range(depth - layers, depth))
-                    workload = {"layers": chosen, "prompt_tokens": 16}
-                    workload |= {"concurrency": requests, "tokens": options.tokens}
-                    # Requests without interventions have no layers.
-                    ways = [way for way in options.ways if way != "none" or layers == min(counts)]
-                    cells += await cell(engines, workload, ways, options)
-                    for one in cells[-len(ways) :]:
-                        print(json.dumps(one), file=sys.stderr, flush=True)
-                    if options.profile:
-                        await record_profiles(engines, workload, ways, options)
+            for one in cells:
+                async with turn(options.turns):
+                    await one.run(engines, wake=options.wake)
+        for one in cells:
+            for found in one.figures():
+                print(json.dumps(found), file=sys.stderr, flush=True)
+            if options.profile:
+                await record_profiles(engines, one.workload, one.ways, options)
+        await measure_raw(engines)
     return {
         **described(options),
         "blocks": options.blocks,
-        "cells": cells,
-        "raw": [{"bytes": size, "mb_s": round(median(found), 1)} for size, found in raw.items()],
+        "cells": [found for one in cells for found in one.figures()],
+        "raw": [{"bytes": size, "mb_s": round(median(speeds), 1)} for size, speeds in raw.items()],
     }
 
 
@@ -276,6 +318,8 @@ def main() -> None:
         "--bulk", type=Path, metavar="FOLDER", help="as of `tracewire engine`: large saves beside Redis"
     )
     parser.add_argument("--blocks", choices=("inline", "host"), default="inline", help="as of `tracewire engine`")
+    parser.add_argument("--wake", action="store_true", help="a short round of both engines before each turn")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no more rounds after so long")
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds, for two cores")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="have py-spy record one more round of each cell")
     if "--quick" in sys.argv:

@@ -303,13 +303,16 @@ def test_gateway_before_an_engine() -> None:
 @pytest.mark.parametrize("blocks", ["inline", "host"])
 def test_volume(blocks: str) -> None:
     sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
-    found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks)
+    wake = ("--wake", "--limit", "1") if blocks == "host" else ()
+    found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks, *wake)
     assert found["blocks"] == blocks
     ways = ["block", "declared", "steered"]
     wanted = [(way, n, 1) for n in (1, 2) for way in [*ways, "none"]] + [(way, n, 8) for n in (1, 2) for way in ways]
     assert sorted((one["way"], one["requests"], one["layers"]) for one in found["cells"]) == sorted(wanted)
     for one in found["cells"]:
         above_zero(one, "plain", "to_plain", "p50_ms", "growth")
+        assert one["rounds"] == 1
+        assert one["least"] == one["to_plain"] == one["most"]
         assert one["p50_ms"] <= one["p95_ms"] <= one["p99_ms"]
         assert bool(one["mb_s"]) == (one["way"] != "none") or one["way"] == "steered"
     assert [one["bytes"] for one in found["raw"]] == [512, 4096, 65536]
