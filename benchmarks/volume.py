@@ -235,6 +235,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for layers in counts:
             chosen = [depth // 2] if layers == 1 else list(range(depth - layers, depth))
             workload = {"layers": chosen, "prompt_tokens": 16, "concurrency": requests, "tokens": options.tokens}
+            workload["count_wire"] = False
             # Requests without interventions have no layers.
             found.append(Cell(workload, [way for way in options.ways if way != "none" or layers == min(counts)]))
     return found

@@ -53,7 +53,7 @@ class TenantHosts:
         known = [
             host for host in self._shared.get(kind, ()) if _is_open(host, reads, account.edits if kind[2] else None)
         ]
-        best = min(known, key=_load, default=None)
+        best = _best(known)
         if best is None or (_load(best) >= 1 and len(known) < self._most):
             self._forget_retired()
             best = self._started((tenant, reads), best)
@@ -75,6 +75,13 @@ class TenantHosts:
             self._shared[kind] = [host for host in hosts if not host.retired]
             if not self._shared[kind]:
                 del self._shared[kind]
+
+
+def _best(hosts: list[BlockHost]) -> BlockHost | None:
+    """The host of some that a trace is given: the fullest one with room, so that a step has few, or the least full."""
+    loads = {host: _load(host) for host in hosts}
+    with_room = [host for host in hosts if loads[host] < 1]
+    return max(with_room, key=loads.__getitem__) if with_room else min(hosts, key=loads.__getitem__, default=None)
 
 
 def _load(host: BlockHost) -> float:

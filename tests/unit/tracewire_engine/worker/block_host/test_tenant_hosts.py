@@ -116,6 +116,28 @@ def test_a_host_is_full_by_what_its_blocks_do_in_a_step(reads: frozenset[str] | 
     assert fill(found, reads, 10, 3 * size) == [size] * 3
 
 
+def test_the_traces_that_come_after_a_peak_share_few_hosts() -> None:
+    """Each host costs the model's thread messages in a step."""
+    found, _ = hosts(most=4)
+
+    def opened(name: str) -> BlockHost:
+        host = take(found, "t", READS, name)
+        host.traces[name].account = READS
+        host.accounts.replace(None, READS)
+        return host
+
+    peak = [opened(str(number)) for number in range(4 * FULL)]
+    assert len(set(peak)) == 4
+    left = {number: host for number, host in enumerate(peak) if host is peak[-1] and number % 2}
+    for number, host in enumerate(peak):
+        if number not in left:
+            host.drop(host.traces[str(number)])
+    # The fullest one with room is filled first.
+    later = [opened(f"later{number}") for number in range(FULL)]
+    assert later[: FULL - len(left)] == [peak[-1]] * (FULL - len(left))
+    assert len(set(later)) == 2
+
+
 @pytest.mark.parametrize("reads", [frozenset("a"), frozenset("abcd"), None])
 def test_a_host_has_fewer_traces_if_their_blocks_take_long(reads: frozenset[str] | None) -> None:
     found, _ = hosts(most=99)
