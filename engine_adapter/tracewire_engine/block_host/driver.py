@@ -15,7 +15,7 @@ from nnsight.intervention.source import NO_SKIP, SourceNotAvailable
 from nnsight.tracing.tracer import inc
 
 from tracewire_engine.link.described_objects import made
-from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
+from tracewire_engine.link.host_channel import ChannelClosed, ChannelTimeout, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, pack_value, unpack_value
 from tracewire_engine.protocol.block_host import (
     MOST_SAID,
@@ -52,6 +52,10 @@ __all__ = ["Driver"]
 #: can go on with them.
 _SLOW_S, _ENDS_S = 0.02, 0.002
 
+#: For how long, and for which part of the shared rows, the worker is not told how far this process is, if there is
+#: nothing else to report: a report takes time of the thread that runs the model.
+_UNTOLD_S, _UNTOLD_PART = 0.02, 8
+
 #: How many bytes of reports may wait here for the worker while more are made.
 _WAITING = 16 << 20
 
@@ -79,11 +83,17 @@ class _Link:
     Args:
         channel: to the worker.
         saves: to the save relay.
+        most_untold: for how many bytes of shared rows the worker need not be told that they were read.
     """
 
-    def __init__(self, channel: HostChannel, saves: HostChannel) -> None:
-        self._channel, self._saves = channel, saves
+    def __init__(self, channel: HostChannel, saves: HostChannel, most_untold: int) -> None:
+        self._channel, self._saves, self._most_untold = channel, saves, most_untold
         self._unsent, self._saved = Reported(), Saved([])
+        #: The mark of which the worker knows; since when it has not been told how far this process is; and the times of
+        #: the steps since then.
+        self._known = 0
+        self._untold_since: float | None = None
+        self._used: list[int] = []
         #: How many bytes of large arrays were sent.
         self.large_sent = 0
 
@@ -101,18 +111,43 @@ class _Link:
         self._unsent.steps += report.steps
         self._unsent.finishes += report.finishes
 
-    def flush(self, turns: int, mark: int, *, replied: bool, used_us: int = 0) -> None:
+    def flush(self, turns: int, mark: int, *, replied: bool = False, due: bool = False, used_us: int = 0) -> None:
         """Send what is to be reported, how far this process is, and for how long it has worked (see `Reported`).
 
-        If the worker was sent a reply, it knows how far this process is.
+        Args:
+            turns: how many turns this process has taken.
+            mark: of the last of them.
+            replied: whether the worker was sent a reply, so that it knows how far this process is.
+            due: whether the worker is to know that at once.
+            used_us: for how long a step has kept this process busy, in microseconds; 0 if that says nothing of others.
         """
         if self._saved.steps:
             saved, self._saved = self._saved, Saved([])
             self._put(self._saves, _encode(saved))
-        if replied and not (self._unsent.steps or self._unsent.finishes):
-            return
+        unsent = self._unsent
+        unsent.turns, unsent.mark = turns, mark
+        if replied:
+            self._known, self._untold_since = mark, None
+        else:
+            self._untold_since = self._untold_since or time.monotonic()
+        if used_us:
+            self._used.append(used_us)
+        full = mark - self._known > self._most_untold
+        if unsent.steps or unsent.finishes or (not replied and (due or full or self.quiet_s == 0)):
+            self.tell()
+
+    @property
+    def quiet_s(self) -> float | None:
+        """For how many seconds the worker need not be told how far this process is; `None` if it knows that."""
+        since = self._untold_since
+        return None if since is None else max(0.0, since + _UNTOLD_S - time.monotonic())
+
+    def tell(self) -> None:
+        """Tell the worker how far this process is, and the ends of requests."""
         unsent, self._unsent = self._unsent, Reported()
-        unsent.turns, unsent.mark, unsent.used_us = turns, mark, used_us
+        used, self._used = self._used, []
+        unsent.used_us = sum(used) // len(used) if used else 0
+        self._known, self._untold_since = unsent.mark, None
         if unsent.finishes:
             # The worker may end this process when it has read that.
             self._saves.settle()
@@ -194,7 +229,7 @@ class Driver:
     ) -> None:
         self._settings = settings
         self._calls, self._given, self._returned = calls, given, returned
-        self._link = _Link(reports, saves)
+        self._link = _Link(reports, saves, given.size // _UNTOLD_PART)
         self._leaving = (reports, saves)
         self._names: list[str] = []
         self._told = ToldSteps()
@@ -209,7 +244,7 @@ class Driver:
         limit = _limit(settings, waits=False)
         while True:
             try:
-                turn = _turns.decode(self._calls.receive(beside=self._leaving))
+                turn = _turns.decode(self._next())
             except ChannelClosed:
                 return
             began, ended, worked = time.monotonic(), 0, time.thread_time_ns()
@@ -232,7 +267,7 @@ class Driver:
                     self._take(event, reply)
                     ended += isinstance(event, (Ended, RepeatedStep))
                     if not turn.waits and _is_due(event, time.monotonic() - began, turn.turns - ended):
-                        self._link.flush(turns + min(ended, turn.turns - 1), mark, replied=False)
+                        self._link.flush(turns + min(ended, turn.turns - 1), mark, due=True)
                         began = time.monotonic() if isinstance(event, Finished) else began
             turns, mark = turns + turn.turns, turn.mark
             used = limit - time_limit.left_together() if limit else 0.0
@@ -245,6 +280,15 @@ class Driver:
                 reply.waits, reply.observed, reply.begins = session.waits(), session.observed(), session.begins()
                 self._say(reply)
             self._link.flush(turns, turn.mark, replied=turn.waits, used_us=used_us if ended else 0)
+
+    def _next(self) -> bytes | memoryview:
+        """Wait for the worker's next turn."""
+        if (quiet_s := self._link.quiet_s) is not None:
+            try:
+                return self._calls.receive(quiet_s, beside=self._leaving)
+            except ChannelTimeout:
+                self._link.tell()
+        return self._calls.receive(beside=self._leaving)
 
     @staticmethod
     def _expect_unchanged(reply: Reply) -> None:

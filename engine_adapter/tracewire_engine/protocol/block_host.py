@@ -257,9 +257,10 @@ class Saved(msgspec.Struct, array_like=True):
 class Reported(msgspec.Struct, array_like=True, tag="reported"):
     """A host's report to the worker: the ends of requests, and the new saves of those that have large arrays.
 
-    It follows each turn that is not replied to, and each turn of which there is something to report. What the turn's
-    blocks have saved otherwise was sent before (`Saved`). `turns` says how many turns the host has taken, and `mark`
-    is that of the last of them. `used_us` is that of `Reply`, for one of the steps.
+    It follows each turn of which there is something to report. What the turn's blocks have saved otherwise was sent
+    before (`Saved`). `turns` says how many turns the host has taken, and `mark` is that of the last of them. If there
+    is nothing else to report, and no reply has said so, the host says that after several turns, or soon after the last
+    one. `used_us` is that of `Reply`, as a mean of the steps since the last such report.
     """
 
     steps: Annotated[list[StepRecord], Meta(max_length=MOST_RECORDS)] = []

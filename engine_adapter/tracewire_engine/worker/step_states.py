@@ -84,7 +84,7 @@ def token_index_of(states: Mapping[str, Any], order: list[str], scheduled: Mappi
         scheduled: how many tokens of each the step has.
     """
     if isinstance(states, StepStates) and states.order == order:
-        return lambda name: states.indices[name]
+        return states.indices.__getitem__
     return lambda name: token_index(states[name], scheduled[name])
 
 

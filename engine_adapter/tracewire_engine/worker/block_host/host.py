@@ -33,7 +33,7 @@ from .pool import HostProcess
 from .reading import Account, union
 from .relay_link import RelayedSaves
 from .rows import NoRoom, SharedRows, StepRows
-from .staged_step import GivenShare, HostRows, HostShare, Reading
+from .staged_step import GivenShare, HostRows, HostShare, Reading, StagedStep
 from .untrusted_reports import UntrustedReports
 
 __all__ = ["BlockHost", "HostedRequest", "HostedTrace", "LateTurn"]
@@ -149,7 +149,11 @@ class LateTurn:
 
 
 class _UntoldReadings(NamedTuple):
-    """A host's rows of some values of a step, of which it has not been told (see `HostShare.events`)."""
+    """A host's rows of some values of a step, of which it has not been told (see `HostShare.events`).
+
+    Attributes:
+        readings: the values; none for all those of the step.
+    """
 
     share: HostShare
     readings: list[Reading]
@@ -159,7 +163,13 @@ class _UntoldReadings(NamedTuple):
 
     def events(self) -> list[Reached]:
         """What the host is told of them."""
-        return self.share.events(self.readings, self.start, self.passed, self.before)
+        readings = self.readings or self.share.parts()[0]
+        return self.share.events(readings, self.start, self.passed, self.before)
+
+    @property
+    def through(self) -> int:
+        """How many locations the model has passed with the last of them."""
+        return (self.readings or self.share.parts()[0])[-1].passed + 1
 
 
 class _ToldStep:
@@ -370,11 +380,19 @@ class BlockHost:
         """The connection over which the host takes turns."""
         return self.process.calls
 
-    def begin(self, spans: list[tuple[str, int, int]], rows: StepRows | None) -> None:
-        """Begin a step with requests of its traces (see `Began`). Without `rows` it has none."""
+    def begin(
+        self, spans: list[tuple[str, int, int]], rows: StepRows | None, present: frozenset[str] | None = None
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            spans: the requests of its traces, as in `Began`.
+            rows: of these requests; `None` if there are none.
+            present: the names of the requests, if the caller has them at hand.
+        """
         self.worked(self.replied_us)
         self.rows, self._passed, self.replied_us = rows, 0, 0
-        self.present = frozenset([name for name, _, _ in spans])
+        self.present = frozenset([name for name, _, _ in spans]) if present is None else present
         began = Began(self.new, spans)
         self._events.append(began)
         self._told.begin(began)
@@ -424,16 +442,35 @@ class BlockHost:
         if given is None:
             raise NoRoom
         start, rows = given
+        self._tell_again()
         untold = _UntoldReadings(share, readings, start, passed, self._passed)
         self._late.append(rows)
-        self._passed = readings[-1].passed + 1
-        if self._again is None and self._told.may_repeat(share.given, self._events):
+        if self._told.may_repeat(share.given, self._events):
             # The step's end shows whether all of it is as before.
             self._again = untold
         else:
-            self._tell_again()
+            self._passed = untold.through
             self._events += untold.events()
             self._told.read(share.given)
+
+    def read_again(self, step: StagedStep, passed: Any) -> bool:
+        """Tell it all of its rows of a step at once, as `read` does.
+
+        Returns:
+            Whether the step may be like the one before, as far as is known before its end, and the host has room for
+            it. If not, nothing was told.
+        """
+        given = step.given(self)
+        if given is None or self._again is not None or not self._told.may_repeat(given, self._events):
+            return False
+        share = step.share_of(self)
+        placed = share.give([], self.process.given)
+        if placed is None:
+            return False
+        start, rows = placed
+        self._late.append(rows)
+        self._again = _UntoldReadings(share, [], start, passed, self._passed)
+        return True
 
     def end(self, passed: Any) -> None:
         """End the step."""
@@ -451,6 +488,7 @@ class BlockHost:
         again, self._again = self._again, None
         if again is not None:
             self._events += again.events()
+            self._passed = again.through
             self._told.read(again.share.given)
 
     def drop_untold(self) -> None:
@@ -514,10 +552,15 @@ class BlockHost:
             given = self.process.given
             given.returned = max(given.returned, min(mark, given.taken))
 
-    def worked(self, used_us: int) -> None:
-        """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing."""
+    def worked(self, used_us: int, steps: int = 1) -> None:
+        """Note for how long the host says that it has worked in a step, in microseconds; 0 if it says nothing.
+
+        Args:
+            used_us: the time.
+            steps: of how many steps it is the mean.
+        """
         if used_us and self.kind is not None:
-            self.load.measured(used_us, self.accounts.reads + self.accounts.writers)
+            self.load.measured(used_us, self.accounts.reads + self.accounts.writers, steps)
 
     def owes(self, seconds: float) -> bool:
         """Whether the host has not taken a turn for this long, although it was sent one."""

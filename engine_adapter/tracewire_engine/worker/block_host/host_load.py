@@ -12,7 +12,7 @@ __all__ = ["FULL", "FULL_OF_WRITERS", "HostLoad"]
 
 #: How many values the traces of a host read in a step, at most, before the tenant gets another one; and how many traces
 #: it has before that if their blocks may write. A host has fewer if its blocks take long.
-FULL, FULL_OF_WRITERS = 32, 16
+FULL, FULL_OF_WRITERS = 16, 16
 
 #: How much processor time a step takes at most as a rule, in microseconds: in any host, and each value that is read or
 #: trace whose blocks may write.
@@ -33,16 +33,17 @@ class HostLoad:
         #: How many times as long as the rule its blocks take; 1 if they take no longer.
         self._factor: float = 1.0 if like is None else like._factor
 
-    def measured(self, used_us: float, count: int) -> None:
-        """Note for how many microseconds the host has worked in one step.
+    def measured(self, used_us: float, count: int, steps: int = 1) -> None:
+        """Note for how many microseconds the host has worked in a step.
 
         Args:
             used_us: as the host says, which may be anything.
             count: how many values its blocks read, and traces whose blocks may write.
+            steps: of how many steps this is the mean.
         """
         if count:
             found = (used_us - _BASE_US) / (count * _EACH_US)
-            self._factor += _WEIGHT * (min(_MOST, max(1.0, found)) - self._factor)
+            self._factor += (1 - (1 - _WEIGHT) ** steps) * (min(_MOST, max(1.0, found)) - self._factor)
 
     def of(self, reads: int, writers: int) -> float:
         """The load of so many values that blocks read, and traces whose blocks may write, relative to a full host's."""

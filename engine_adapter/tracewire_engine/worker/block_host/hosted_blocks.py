@@ -270,7 +270,7 @@ class HostedBlocks:
         for host in self._active:
             before, new = host.present, host.new
             spans = [(request_id, count, index_of(request_id)) for request_id, count in layout.requests[host]]
-            host.begin(spans, layout.rows[host])
+            host.begin(spans, layout.rows[host], layout.present[host])
             if host.reads is None and reads is None:
                 if self._turns.is_visited(host):
                     continue
@@ -281,8 +281,10 @@ class HostedBlocks:
                     ahead.append(host)
             elif host.kind is None and any(has_files(one.arguments) for one in new):
                 waiting.append(host)
-        self._turns.tell_ahead(ahead)
-        self._turns.ask(waiting)
+        if ahead:
+            self._turns.tell_ahead(ahead)
+        if waiting:
+            self._turns.ask(waiting)
         for host in self._active if reads is not None else ():
             host.only_read(reads or frozenset())
         self._watch()
@@ -496,6 +498,7 @@ class _Layout:
                 places.setdefault(trace.host, []).append(place)
             start += count
         self.requests = requests
+        self.present = {host: frozenset([name for name, _ in own]) for host, own in requests.items()}
         self.rows = {host: StepRows(spans[host], places[host], start, len(present)) for host in requests}
 
     def is_of(self, scheduled: dict[str, int], present: list[str]) -> bool:

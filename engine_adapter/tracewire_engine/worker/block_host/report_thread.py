@@ -397,9 +397,10 @@ class ReportThread:
         if isinstance(report, Reported):
             steps = _steps_of(host, report.steps)
             finishes = [finish for finish in report.finishes if _is_finish_of(host, finish)]
+            taken = host.taken
             host.took(report.turns, report.mark)
             if host.reads is not None:
-                host.worked(report.used_us)
+                host.worked(report.used_us, max(1, host.taken - taken))
             over = {one.trace for finish in finishes if (one := _request_of(host, finish)) is not None}
             if steps or finishes:
                 self._gathered.add(host, Report(time=time.time(), steps=steps, finishes=finishes))
