@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, Self
 from unittest import mock
 
 import anyio
@@ -161,7 +161,10 @@ _OWN: Final = frozenset(("loaded", "exporter", "listener", "openai_arguments"))
 
 @dataclass
 class AdapterGroup:
-    """The adapters beside adapter 0, as adapter 0 holds them. Each is a process that runs `main`."""
+    """The adapters beside adapter 0, as adapter 0 holds them. Each is a process that runs `main`.
+
+    None of them outlives the context: without an engine, they would wait for one for ever.
+    """
 
     main: Callable[[Beside, Connection, int], None]
     processes: list[Any] = field(default_factory=list)
@@ -170,6 +173,12 @@ class AdapterGroup:
     gone: list[anyio.Event] = field(default_factory=list)
     #: What the adapters were told, if they were told to stop.
     told: bytes = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def start(self, link: str, options: Namespace, vllm_config: Any) -> None:
         """Start the processes. Call it on the main thread: the kernel ends them with the thread that started them.
@@ -253,7 +262,7 @@ class AdapterGroup:
         """Kill the processes that have not ended."""
         for process in self.processes:
             if process.is_alive():
-                logger.warning("killing %s, which outlived adapter 0", process.name)
+                logger.warning("killing %s: its engine has ended", process.name)
                 process.kill()
                 process.join()
 

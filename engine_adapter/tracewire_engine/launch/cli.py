@@ -352,11 +352,11 @@ def _serve(
         LinkReceiver(host) as link,
         BlobReceiver(link.address, link.guard) as blobs,
         HeartbeatReceiver(blobs.address, link.guard, options.worker_patience) as pulse,
+        AdapterGroup(beside.main) as others,
     ):
         if cluster is None:
             _sockets_below(link.folder)
         # Built on the main thread, because the kernel ends the engine's processes with the thread that started them.
-        others = AdapterGroup(beside.main)
         settings = _worker_settings(options)
         with front_ends(link.address, options.adapters, partial(others.start, link.address, options)):
             model = build_engine(

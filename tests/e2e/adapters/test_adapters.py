@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 import tracewire
 from tests.support.blocks import tracing as blocks
-from tests.support.engine_process import EngineProcess, running_engine
+from tests.support.engine_process import ENVIRONMENT, EngineProcess, running_engine
 from tracewire import Client, Live, Model, Probe, Result, Steer
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
@@ -121,6 +123,18 @@ async def test_an_engine_with_two_adapters(own_bus: str, tmp_path: Path) -> None
                 assert await anyio.to_thread.run_sync(engine.process.wait) == 0
             assert await bus.registry.list() == []
         assert [one for one in engine.below if one.is_running()] == []
+
+
+@pytest.mark.usefixtures("starts_engine")
+async def test_an_engine_that_cannot_start_ends_with_both_of_its_adapters(own_bus: str) -> None:
+    """A supervisor, or Kubernetes, starts it again, which it cannot do if an adapter waits for the engine for ever."""
+    options = ("--adapters", "2", "--restarts", "0", "--kv-cache-memory-bytes", "1000")
+    command = [sys.executable, "-m", "tracewire.cli", "engine", "demo", "--url", own_bus, *options]
+    with anyio.fail_after(PATIENCE):
+        done = await anyio.run_process(command, env={**os.environ, **ENVIRONMENT}, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert b"the adapter exited with status 1" in done.stderr
+    assert b"ready" not in done.stdout
 
 
 async def check_killed(client: Client, bus: Bus, model: Model, engine: EngineProcess) -> None:
