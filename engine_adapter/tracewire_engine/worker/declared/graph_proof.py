@@ -3,13 +3,15 @@
 Each engine has another model, GPU, and versions of vLLM, PyTorch and Triton. So the first steps that fit a whole graph
 run by both graphs, and the graph with breaks counts. A step proves what it uses: reads, edits, or neither. If the
 graphs differ, the engine logs an error, and runs every step by the graph with breaks. Both graphs write the same keys
-and values to the same places of the KV cache, so the second run of a step changes nothing.
+and values to the same places of the KV cache, so the second run of a step changes nothing there. A graph may also
+change what it is given: the first layer of a later pipeline stage adds to the residual stream of the stage before, in
+place. So the second run gets what the first one was given.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +19,7 @@ import torch
 
 from .tap_buffers import StepTable
 
-__all__ = ["GraphProof", "tensors_in"]
+__all__ = ["GraphProof", "inputs_in", "tensors_in"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -92,8 +94,13 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     return float((one - other).abs().max() / (other.abs().max() + 1e-9)) if one.numel() else 0.0
 
 
+def inputs_in(positional: Iterable[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a model is called with."""
+    return [tensor for one in (*positional, *named.values()) for tensor in tensors_in(one)]
+
+
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a model's output: one, several, or those of a pipeline stage."""
+    """The tensors in what a model is given or returns: one, several, or those of a pipeline stage."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, tuple | list):

@@ -12,7 +12,8 @@ Both graphs copy the model's output to a buffer of the manager as their last ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from .cuda_graphs import TapServing, has_tap, without_taps
+from .graph_proof import inputs_in
 
 __all__ = ["tap_graphs", "untapped"]
 
@@ -32,8 +34,10 @@ class TwoGraphs(CudaGraphManager):
     """vLLM's manager, whose `graphs` break at the taps; and beside them `tracewire_whole`, which do not."""
 
     tracewire_serving: TapServing
-    #: The whole graphs, by batch.
+    #: The whole graphs, and what the model was given when they were captured, by batch.
     tracewire_whole: dict[Any, Any]
+    tracewire_inputs: dict[Any, list[torch.Tensor]]
+    tracewire_model: torch.nn.Module
 
     @torch.inference_mode()
     def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +50,7 @@ class TwoGraphs(CudaGraphManager):
             forward, *more = made if isinstance(made, tuple) else (made,)
 
             def whole(mode: Any) -> None:
-                with serving.whole_graph():
+                with serving.whole_graph(), _noted_inputs(self.tracewire_model) as self.tracewire_inputs[desc]:
                     forward(mode)
 
             return (whole, *more) if more else whole
@@ -74,7 +78,8 @@ class TwoGraphs(CudaGraphManager):
         if not serving.has_kernels or not serving.fits_whole_graph(desc.num_tokens):
             super().run_fullgraph(desc)
             return
-        serving.run_whole(partial(self._run_whole, desc), partial(self._run_broken, desc))
+        inputs = partial(self.tracewire_inputs.__getitem__, desc)
+        serving.run_whole(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs)
 
     def _run_whole(self, desc: Any) -> Any:
         get_offloader().sync_prev_onload()
@@ -95,11 +100,30 @@ class TwoGraphs(CudaGraphManager):
 class _TwoModelGraphs(ModelCudaGraphManager, TwoGraphs):
     """vLLM's manager of a model's graphs, whose base is the one above."""
 
+    def capture(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.tracewire_model = model
+        return super().capture(model, *args, **kwargs)
+
+
+@contextmanager
+def _noted_inputs(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The tensors that a model is called with while the context lasts."""
+    found: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found[:] = inputs_in(positional, named)
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
 
 def tap_graphs(manager: Any, serving: TapServing) -> None:
     """Have a manager that has captured nothing yet capture graphs with taps."""
     manager.__class__ = _TwoModelGraphs
-    manager.tracewire_serving, manager.tracewire_whole = serving, {}
+    manager.tracewire_serving, manager.tracewire_whole, manager.tracewire_inputs = serving, {}, {}
 
 
 def untapped(manager: Any) -> list[str]:

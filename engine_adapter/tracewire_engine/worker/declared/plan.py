@@ -465,16 +465,30 @@ class DeclaredRequests:
             hook.reached = True
         return True
 
-    def run_whole(self, whole: Callable[[], Any], broken: Callable[[], Any], total: int) -> Any:
+    def run_whole(
+        self,
+        whole: Callable[[], Any],
+        broken: Callable[[], Any],
+        inputs: Callable[[], Sequence[torch.Tensor]],
+        total: int,
+    ) -> Any:
         """Run a step for which `fits_buffers` has just said yes: by the whole graph, or by both until that is proven.
 
-        Returns the output that counts. `total` is how many tokens the step computes.
+        Args:
+            whole: runs the whole graph.
+            broken: runs the one with breaks.
+            inputs: what the graphs are given, which either of them may change.
+            total: how many tokens the step computes.
+
+        Returns:
+            The output that counts.
         """
         plan = self.plan if self.hooks else None
         table = None if plan is None else plan.table
         if self.proof.holds(table):
             return whole()
         mine: list[Any] = []
+        given = [(tensor, tensor.clone()) for tensor in inputs()]
         with self.proof.guarded():
             # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
             mine += [tensor[:total].clone() for tensor in tensors_in(whole())]
@@ -483,6 +497,8 @@ class DeclaredRequests:
                 mine += _taken(plan)
         if plan is not None:
             plan.buffered = plan.unread = False
+        for tensor, before in given:
+            tensor.copy_(before)
         output = broken()
         with self.proof.guarded():
             theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.declared_plans import HIDDEN
 from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, declared_of
-from tracewire_engine.worker.declared.graph_proof import GraphProof, tensors_in
+from tracewire_engine.worker.declared.graph_proof import GraphProof, inputs_in, tensors_in
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 
@@ -19,9 +19,12 @@ class Model:
 
     def __init__(self, declared: DeclaredRequests, *, wrong: str = "") -> None:
         self.declared, self.wrong, self.ran = declared, wrong, []
+        #: As a later stage is given it. The first layer adds to it in place.
+        self.given = torch.ones(4, HIDDEN)
 
     def _layers(self, serve: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN)
+        hidden, residual = torch.zeros(4, HIDDEN), self.given
+        residual += 1
         # Rows of padding have any value.
         hidden[2:] = torch.rand(2, HIDDEN)
         for tap in TAPS:
@@ -49,13 +52,14 @@ class Model:
 
     def step(self) -> tuple[Any, Any]:
         declared = self.declared
+        self.given.fill_(1)
         states = {name: SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=5) for name in declared.live}
         declared.stale = True
         declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
         if not declared.fits_buffers(serving=True):
             output = self.broken()
         else:
-            output = declared.run_whole(self.whole, self.broken, max(1, len(states)))
+            output = declared.run_whole(self.whole, self.broken, lambda: [self.given], max(1, len(states)))
         return output, declared.collect(lambda rows: rows)
 
 
@@ -66,6 +70,8 @@ def test_first_steps_run_by_both_graphs_and_later_ones_by_the_whole_one(what: st
     for _ in range(4):
         output, collected = model.step()
         found.append((output[0][:2].clone(), None if collected is None else collected[2].clone()))
+        # What the graphs are given is changed once a step, by whichever counts.
+        assert torch.equal(model.given, torch.full((4, HIDDEN), 2.0))
     assert model.ran == ["whole", "broken"] * 2 + ["whole"] * 2
     for hidden, flat in found[1:]:
         assert torch.equal(hidden, found[0][0])
@@ -125,3 +131,10 @@ def test_a_model_has_outputs_of_several_forms() -> None:
     assert [*tensors_in(one)] == [one]
     assert [*tensors_in((one, [two]))] == [one, two]
     assert [*tensors_in(SimpleNamespace(tensors={"hidden": one, "residual": two}))] == [one, two]
+
+
+def test_a_model_is_given_tensors_and_those_of_the_stage_before() -> None:
+    ids, hidden, residual = torch.ones(1), torch.zeros(1), torch.zeros(2)
+    stage = SimpleNamespace(tensors={"hidden_states": hidden, "residual": residual})
+    found = inputs_in([ids], {"inputs_embeds": None, "intermediate_tensors": stage, "count": 3})
+    assert all(one is other for one, other in zip(found, [ids, hidden, residual], strict=True))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+
 import tracewire_engine  # noqa: F401 (before nnsight)
-from tracewire_engine.worker.declared.managed_graphs import tap_graphs, untapped
+from tracewire_engine.worker.declared.managed_graphs import _noted_inputs, tap_graphs, untapped
 
 
 def test_a_graph_without_a_tap_is_named() -> None:
@@ -54,9 +56,10 @@ def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypa
     desc = SimpleNamespace(num_tokens=2)
     monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
     serving = SimpleNamespace(
-        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda whole, broken: whole()
+        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda whole, broken, inputs: whole()
     )
     tap_graphs(manager, serving)
+    manager.tracewire_inputs = _Any(["given"])
     manager.tracewire_whole = _Any(SimpleNamespace(replay=lambda: said.append("whole")))
     manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
     assert manager.run_fullgraph(desc) == [1, 2]
@@ -64,8 +67,9 @@ def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypa
     manager.run_fullgraph(desc)
     # Until it is proven, a step runs by both, and the one that breaks is the last.
     serving.fits_whole_graph = lambda tokens: tokens == 2
-    serving.run_whole = lambda whole, broken: (whole(), broken())
+    serving.run_whole = lambda whole, broken, inputs: (whole(), broken(), said.append(inputs()))
     manager.run_fullgraph(desc)
+    assert said.pop() == ["given"]
     assert said == ["whole", "broken", "whole", "broken"]
 
 
@@ -77,3 +81,13 @@ class _Any:
 
     def __getitem__(self, key):
         return self.value
+
+
+def test_what_a_model_is_given_is_noted_while_its_graph_is_captured() -> None:
+    model, given = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with _noted_inputs(model) as found:
+        model(torch.zeros(1, 2))
+        model(input=given)
+    model(torch.zeros(1, 2))
+    assert len(found) == 1
+    assert found[0] is given
