@@ -16,14 +16,12 @@ without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Protocol
 
-import torch
-
-from .graph_proof import inputs_in
+from .graph_proof import BothGraphs, inputs_in
 
 __all__ = ["TapServing", "breakable_throughout", "current_capture", "has_tap", "without_taps"]
 
@@ -47,16 +45,8 @@ class TapServing(Protocol):
         """Whether the step under way can run as a whole graph of so many tokens, padding included."""
         ...
 
-    def run_whole(
-        self, whole: Callable[[], Any], broken: Callable[[], Any], inputs: Callable[[], Sequence[torch.Tensor]]
-    ) -> Any:
-        """Run a step that fits, by one of the graphs or by both. Returns the output that counts.
-
-        Args:
-            whole: runs the whole graph.
-            broken: runs the one that breaks at the taps.
-            inputs: what both are given, which either of them may change.
-        """
+    def run_whole(self, graphs: BothGraphs) -> Any:
+        """Run a step that fits, by one of the graphs or by both. Returns the output that counts."""
         ...
 
 
@@ -88,8 +78,8 @@ def _two_graphs() -> Callable[..., Any]:
                 return output
             broken = partial(super().__call__, *args, **kwargs)
             if self._serving.fits_whole_graph(context.batch_descriptor.num_tokens):
-                inputs = partial(inputs_in, args, kwargs)
-                return self._serving.run_whole(partial(self.whole, *args, **kwargs), broken, inputs)
+                whole, inputs = partial(self.whole, *args, **kwargs), partial(inputs_in, args, kwargs)
+                return self._serving.run_whole(BothGraphs(whole, broken, inputs))
             return broken()
 
     return TwoGraphs

@@ -11,15 +11,15 @@ place. So the second run gets what the first one was given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from .tap_buffers import StepTable
 
-__all__ = ["GraphProof", "inputs_in", "tensors_in"]
+__all__ = ["BothGraphs", "GraphProof", "inputs_in", "put_back", "tensors_in"]
 
 logger = logging.getLogger("vllm.tracewire")
 
@@ -27,6 +27,29 @@ logger = logging.getLogger("vllm.tracewire")
 _STEPS: Final = 2
 #: The greatest difference that rounding explains, relative to the greatest value.
 _TOLERANCE: Final = 0.02
+
+
+class BothGraphs(NamedTuple):
+    """The two graphs of one batch size.
+
+    Attributes:
+        whole: runs the whole one, and returns its output.
+        broken: runs the one with breaks.
+        inputs: what both are given.
+    """
+
+    whole: Callable[[], Any]
+    broken: Callable[[], Any]
+    inputs: Callable[[], Sequence[torch.Tensor]]
+
+
+@contextmanager
+def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """At the end of the context, these tensors hold what they did at its beginning."""
+    before = [(tensor, tensor.clone()) for tensor in tensors]
+    yield
+    for tensor, held in before:
+        tensor.copy_(held)
 
 
 class GraphProof:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tracewire_engine.worker.blocks.batched_serving import BlockServing
 from tracewire_engine.worker.parallel.topology import Topology
 
 from .cuda_graphs import current_capture
+from .graph_proof import BothGraphs
 from .plan import DeclaredRequests, LocationHook
 
 if TYPE_CHECKING:
@@ -146,14 +147,12 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         """
         return not self.busy and not self.skipped and self.declared.fits_buffers(tokens, serving=self.interleaving)
 
-    def run_whole(
-        self, whole: Callable[[], Any], broken: Callable[[], Any], inputs: Callable[[], Sequence[torch.Tensor]]
-    ) -> Any:
+    def run_whole(self, graphs: BothGraphs) -> Any:
         """Run a step that fits a whole graph, by both graphs until that is proven. Returns the output that counts."""
         if not self.interleaving:
             # A step that vLLM makes up proves nothing.
-            return whole()
-        return self.declared.run_whole(whole, broken, inputs, self.batcher.total)
+            return graphs.whole()
+        return self.declared.run_whole(graphs, self.batcher.total)
 
     def replay(self, location: str, live: Any) -> None:
         # In most steps no block waits at a tap, so nnsight's own replay is not needed.

@@ -25,7 +25,7 @@ from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from .cuda_graphs import TapServing, has_tap, without_taps
-from .graph_proof import inputs_in
+from .graph_proof import BothGraphs, inputs_in
 
 __all__ = ["tap_graphs", "untapped"]
 
@@ -79,7 +79,7 @@ class TwoGraphs(CudaGraphManager):
             super().run_fullgraph(desc)
             return
         inputs = partial(self.tracewire_inputs.__getitem__, desc)
-        serving.run_whole(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs)
+        serving.run_whole(BothGraphs(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs))
 
     def _run_whole(self, desc: Any) -> Any:
         get_offloader().sync_prev_onload()

@@ -30,7 +30,7 @@ from .conditions import Signals, Windows
 from .connections import connect, made_windows
 from .drafted_rows import Served, pieces_of
 from .gathering import Gathering
-from .graph_proof import GraphProof, tensors_in
+from .graph_proof import BothGraphs, GraphProof, put_back, tensors_in
 from .groups import (
     Arrangement,
     Collector,
@@ -465,41 +465,25 @@ class DeclaredRequests:
             hook.reached = True
         return True
 
-    def run_whole(
-        self,
-        whole: Callable[[], Any],
-        broken: Callable[[], Any],
-        inputs: Callable[[], Sequence[torch.Tensor]],
-        total: int,
-    ) -> Any:
+    def run_whole(self, graphs: BothGraphs, total: int) -> Any:
         """Run a step for which `fits_buffers` has just said yes: by the whole graph, or by both until that is proven.
 
-        Args:
-            whole: runs the whole graph.
-            broken: runs the one with breaks.
-            inputs: what the graphs are given, which either of them may change.
-            total: how many tokens the step computes.
-
-        Returns:
-            The output that counts.
+        Returns the output that counts. `total` is how many tokens the step computes.
         """
         plan = self.plan if self.hooks else None
         table = None if plan is None else plan.table
         if self.proof.holds(table):
-            return whole()
+            return graphs.whole()
         mine: list[Any] = []
-        given = [(tensor, tensor.clone()) for tensor in inputs()]
-        with self.proof.guarded():
+        with put_back(graphs.inputs()), self.proof.guarded():
             # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
-            mine += [tensor[:total].clone() for tensor in tensors_in(whole())]
+            mine += [tensor[:total].clone() for tensor in tensors_in(graphs.whole())]
             if plan is not None:
                 self._read_buffers(plan)
                 mine += _taken(plan)
         if plan is not None:
             plan.buffered = plan.unread = False
-        for tensor, before in given:
-            tensor.copy_(before)
-        output = broken()
+        output = graphs.broken()
         with self.proof.guarded():
             theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
             if plan is not None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.declared_plans import HIDDEN
 from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, declared_of
-from tracewire_engine.worker.declared.graph_proof import GraphProof, inputs_in, tensors_in
+from tracewire_engine.worker.declared.graph_proof import BothGraphs, GraphProof, inputs_in, tensors_in
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 
@@ -59,7 +59,7 @@ class Model:
         if not declared.fits_buffers(serving=True):
             output = self.broken()
         else:
-            output = declared.run_whole(self.whole, self.broken, lambda: [self.given], max(1, len(states)))
+            output = declared.run_whole(BothGraphs(self.whole, self.broken, lambda: [self.given]), max(1, len(states)))
         return output, declared.collect(lambda rows: rows)
 
 

@@ -56,7 +56,7 @@ def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypa
     desc = SimpleNamespace(num_tokens=2)
     monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
     serving = SimpleNamespace(
-        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda whole, broken, inputs: whole()
+        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda graphs: graphs.whole()
     )
     tap_graphs(manager, serving)
     manager.tracewire_inputs = _Any(["given"])
@@ -67,7 +67,7 @@ def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypa
     manager.run_fullgraph(desc)
     # Until it is proven, a step runs by both, and the one that breaks is the last.
     serving.fits_whole_graph = lambda tokens: tokens == 2
-    serving.run_whole = lambda whole, broken, inputs: (whole(), broken(), said.append(inputs()))
+    serving.run_whole = lambda graphs: (graphs.whole(), graphs.broken(), said.append(graphs.inputs()))
     manager.run_fullgraph(desc)
     assert said.pop() == ["given"]
     assert said == ["whole", "broken", "whole", "broken"]
