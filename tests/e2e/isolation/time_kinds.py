@@ -156,7 +156,7 @@ TIME_KINDS = [
         meets="ends",
     ),
     Kind("nested-comprehensions", "x = " + "[" * 180 + "0" + " for i in range(2)]" * 180 + "\n", inline=False),
-    Kind("large-source", "x = [" + "1," * 49_000 + "]\nmodel.model.layers[2].output\n", meets="finishes"),
+    Kind("large-source", "x = [" + "1," * 20_000 + "]\nmodel.model.layers[2].output\n", meets="finishes"),
     Kind("half-the-limit-each-step", by_step("import time\ntime.sleep(0.6)"), meets="ends", inline=False),
     Kind("asyncio-loop", once("import asyncio\nasyncio.run(asyncio.sleep(60))")),
     Kind("free-deep-list", once("deep = []\nfor _ in range(3_000_000): deep = [deep]\ndel deep"), meets="ends"),
