@@ -135,6 +135,12 @@ class _Ends:
             one.close()
         os.close(self._places)
 
+    def close(self) -> None:
+        """Close the worker's ends of a host that no trace gets."""
+        os.close(self.places)
+        for one in (self.calls, self.reports, self.saves, self.given, self.returned):
+            one.close()
+
 
 class HostPool:
     """Hosts of blocks, `spare` of which wait for a trace.
@@ -230,3 +236,5 @@ class HostPool:
         self._server.kill()
         self._server.wait()
         self._control.close()
+        while self._starting:
+            self._starting.popleft().close()

@@ -52,6 +52,8 @@ def model() -> Any:
         for number in range(LAYERS):
             layer: Any = torch.nn.Module()
             layer.silu, layer.gelu, layer.norm = SiluAndMul(), GeluAndMul(), RMSNorm(WIDTH)
+            # vLLM's kernels of some processors come to other bits.
+            layer.silu._forward_method = layer.silu.forward_native
             made.add_module(f"layer{number}", layer)
     return made
 

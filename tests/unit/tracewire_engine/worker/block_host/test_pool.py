@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import select
 from pathlib import Path
 
@@ -33,6 +35,22 @@ def test_hosts_are_started_ahead_and_end_at_once() -> None:
     pool.close()
     with pytest.raises(OSError, match=r"ended|Bad file"):
         pool.take()
+
+
+def test_a_pool_that_is_closed_keeps_no_descriptor_of_hosts_that_wait() -> None:
+    gc.collect()
+    before = descriptors()
+    pool = HostPool(settings_of(Model(1)), spare=2)
+    pool.ahead()
+    pool.take().close()
+    pool.close()
+    gc.collect()
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """How many this process has."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_the_model_waits_for_a_host_for_a_few_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
