@@ -109,9 +109,7 @@ def of_kind(workload: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def compared(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """The figures of rounds, each with the plain one beside it."""
-    found, base = [one for one, _ in rounds], [plain for _, plain in rounds]
-    to_plain = ratios(found, base)
-    return {**figures(found, base), "least": round(min(to_plain), 3), "most": round(max(to_plain), 3)}
+    return figures([one for one, _ in rounds], [plain for _, plain in rounds])
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

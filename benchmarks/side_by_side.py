@@ -239,9 +239,12 @@ def figures(rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[st
         for one, first in zip(rounds, base, strict=True)
     ]
     latencies = quantiles([latency for one in rounds for latency in one["latencies"]])
+    to_plain = ratios(rounds, base)
     return {
         "plain": round(median(map(speed_of, base)), 1),
-        "to_plain": round(median(ratios(rounds, base)), 3),
+        "to_plain": round(median(to_plain), 3),
+        "least": round(min(to_plain), 3),
+        "most": round(max(to_plain), 3),
         "made_to_plain": round(median(made), 3),
         "mb_s": round(median(one["raw"] / 1e6 / one["seconds"] for one in rounds), 2),
         **{f"{name}_ms": value for name, value in latencies.items()},

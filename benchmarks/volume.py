@@ -64,7 +64,6 @@ from benchmarks.side_by_side import (
     figures,
     layer_count,
     measured,
-    ratios,
     side_by_side,
 )
 
@@ -208,22 +207,17 @@ class Cell:
 
     def figures(self) -> list[dict[str, Any]]:
         """Of each way, without the first round, which is a warm-up."""
-        found = []
-        for way, rounds in self.rounds.items():
-            to_plain = ratios(rounds[1:], self.base[1:])
-            found.append(
-                {
-                    "way": way,
-                    "requests": self.workload["concurrency"],
-                    "layers": len(self.workload["layers"]),
-                    **figures(rounds[1:], self.base[1:]),
-                    "least": round(min(to_plain), 3),
-                    "most": round(max(to_plain), 3),
-                    "rounds": len(to_plain),
-                    "growth": round(median(growth(one["latencies"]) for one in rounds[1:]), 2),
-                }
-            )
-        return found
+        return [
+            {
+                "way": way,
+                "requests": self.workload["concurrency"],
+                "layers": len(self.workload["layers"]),
+                **figures(rounds[1:], self.base[1:]),
+                "rounds": len(rounds) - 1,
+                "growth": round(median(growth(one["latencies"]) for one in rounds[1:]), 2),
+            }
+            for way, rounds in self.rounds.items()
+        ]
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
@@ -287,16 +281,16 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for one in cells:
                 async with turn(options.turns):
                     await one.run(engines, wake=options.wake)
-        for one in cells:
-            for found in one.figures():
-                print(json.dumps(found), file=sys.stderr, flush=True)
-            if options.profile:
-                await record_profiles(engines, one.workload, one.ways, options)
+        found = [of_way for one in cells for of_way in one.figures()]
+        for of_way in found:
+            print(json.dumps(of_way), file=sys.stderr, flush=True)
+        for one in cells if options.profile else ():
+            await record_profiles(engines, one.workload, one.ways, options)
         await measure_raw(engines)
     return {
         **described(options),
         "blocks": options.blocks,
-        "cells": [found for one in cells for found in one.figures()],
+        "cells": found,
         "raw": [{"bytes": size, "mb_s": round(median(speeds), 1)} for size, speeds in raw.items()],
     }
 
