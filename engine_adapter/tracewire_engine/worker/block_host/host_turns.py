@@ -207,10 +207,18 @@ class HostTurns:
             step.compare()
         step.seal()
         for host in hosts:
-            if host.failure is None and not host.read_again(step, self.passed):
+            if host.failure is None and not self._give_again(host, step):
                 share = step.share_of(host)
                 for readings in share.parts():
                     self._with_room(host, readings[0].location, partial(host.read, share, readings, self.passed))
+
+    def _give_again(self, host: BlockHost, step: StagedStep) -> bool:
+        """Tell a host its rows, if the step may be like the one before. Returns whether nothing is left to be told."""
+        try:
+            return host.read_again(step, self.passed)
+        except Exception as error:  # it costs the host, not the engine
+            self.misshared(host, step.readings[0].location, error)
+            return True
 
     def _with_room(self, host: BlockHost, location: str, share: Callable[[], None]) -> None:
         """Share something with a host, as soon as it has room for it."""

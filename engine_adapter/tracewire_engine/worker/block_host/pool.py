@@ -54,8 +54,7 @@ class HostProcess:
         self._process = process
         self.calls, self.reports = ends.calls, ends.reports
         self.given, self.returned = ends.given, ends.returned
-        self._saves: SaveEnds | None = ends.saves
-        self._places = ends.places
+        self._ends = ends
         self._closed = False
         self._lock = threading.Lock()
 
@@ -72,7 +71,7 @@ class HostProcess:
 
     def take_saves(self) -> SaveEnds:
         """The save relay's ends of its connection, which the caller closes. Called once."""
-        saves, self._saves = self._saves, None
+        saves, self._ends.saves = self._ends.saves, None
         assert saves is not None
         return saves
 
@@ -92,7 +91,7 @@ class HostProcess:
         """
         with self._lock, contextlib.suppress(OSError):
             if not self._closed:
-                return os.read(self._places, _MOST_PLACES).decode(errors="replace")
+                return os.read(self._ends.places, _MOST_PLACES).decode(errors="replace")
         return ""
 
     def close(self) -> None:
@@ -103,13 +102,7 @@ class HostProcess:
                 return
             self._closed = True
             os.close(self._process)
-            os.close(self._places)
-            if self._saves is not None:
-                self._saves.close()
-        self.calls.close()
-        self.reports.close()
-        self.given.close()
-        self.returned.close()
+            self._ends.close()
 
 
 class _Ends:
@@ -122,13 +115,14 @@ class _Ends:
         self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, MOST_REPORTED, memory=memory)
         self._reported = memory.descriptor
         saves, self._saver = socket.socketpair()
-        self.saves = SaveEnds(saves.detach(), sealed_memory(REPORTED_BYTES))
+        self.saves: SaveEnds | None = SaveEnds(saves.detach(), sealed_memory(REPORTED_BYTES))
         self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
         self.places, self._places = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def hand_over(self, control: socket.socket) -> None:
         """Give the other ends to the server of hosts."""
         sockets = [self._calls, self._reports, self._saver]
+        assert self.saves is not None
         memory = [self.given.descriptor, self.returned.descriptor, self._reported, self.saves.memory]
         send_descriptors(control, b"host", [*(one.fileno() for one in sockets), *memory, self._places])
         for one in sockets:
@@ -136,10 +130,11 @@ class _Ends:
         os.close(self._places)
 
     def close(self) -> None:
-        """Close the worker's ends of a host that no trace gets."""
+        """Close them, but for those that the save relay has."""
         os.close(self.places)
         for one in (self.calls, self.reports, self.saves, self.given, self.returned):
-            one.close()
+            if one is not None:
+                one.close()
 
 
 class HostPool:

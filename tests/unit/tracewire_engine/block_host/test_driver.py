@@ -126,6 +126,23 @@ def test_a_turn_is_answered_with_what_the_blocks_changed(hosted: Hosted) -> None
     assert len(hosted.saved()) == 1
 
 
+def test_a_host_with_nothing_else_to_report_says_how_far_it_is_after_several_turns(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_UNTOLD_S", 60.0)
+    part = hosted.given.size // 8
+    for mark in (64, part, part + 64, part + 128):
+        hosted.turn(Ended(b""), waits=False, mark=mark)
+    report = hosted.reported()
+    assert (report.turns, report.mark) == (3, part + 64)
+    # A reply says it, too.
+    hosted.turn(waits=True, mark=2 * part + 128)
+    hosted.turn(Ended(b""), waits=False, mark=2 * part + 192)
+    hosted.turn(Ended(b""), waits=False, mark=3 * part + 192)
+    report = hosted.reported()
+    assert (report.turns, report.mark) == (7, 3 * part + 192)
+
+
 def test_a_host_says_how_long_steps_take_in_which_no_request_begins_or_ends(hosted: Hosted) -> None:
     source = "kept = [].save()\nfor _ in tracer.iter[:]:\n    kept.append(model.model.layers[0].output[0].clone())"
     began, reached = hosted.reached(source, torch.zeros(2, 512))

@@ -242,6 +242,28 @@ def test_a_step_with_more_than_is_staged_is_told_in_between(monkeypatch: pytest.
     model.close()
 
 
+def test_a_step_like_the_one_before_that_cannot_be_shared_costs_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bool:
+        raise SharedValueError("no such value")
+
+    model = HostedModel()
+    for name in ("a", "b"):
+        model.open(name, "kept = model.model.layers[1].output[0].clone().save()\n", tenant=name)
+    model.step({"a": 1, "b": 1}, 0)
+    monkeypatch.setattr(model.hosts.traces["a"].host, "read_again", broken)
+    model.step({"a": 1, "b": 1}, 1)
+    for name in ("a", "b"):
+        model.finish(name, 2)
+    model.wait("a", "b")
+    failed, other = model.outcomes["a"].finish, model.outcomes["b"].finish
+    assert failed is not None
+    assert failed.error is not None
+    assert "model.model.layers.1.output cannot be shared: SharedValueError: no such value" in failed.error.message
+    assert other is not None
+    assert other.error is None
+    model.close()
+
+
 def test_a_value_that_cannot_be_shared_costs_the_hosts_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reach = StagedStep.reach
 
