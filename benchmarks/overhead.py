@@ -53,7 +53,7 @@ import tracewire
 from benchmarks.kind_cases import KINDS, Shape
 from benchmarks.processes import at_least, show
 from benchmarks.quantiles import quantiles
-from benchmarks.roles import cpu_seconds, prompts, sampling
+from benchmarks.roles import cpu_seconds, sampling, successions
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
 
@@ -193,6 +193,11 @@ class Role:
         )
         self._next("ready")
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def _next(self, key: str) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -252,14 +257,19 @@ async def tracewire_round(
         await anyio.sleep(max(0.0, workload.get("begin_at", 0.0) - time.time()))
         began, began_at = time.perf_counter(), time.time()
 
-        async def one(token_ids: list[int]) -> None:
-            async with client.trace(model, token_ids, block, interventions=declared, **sampling(workload)) as trace:
+        async def place(requests: list[dict[str, Any]]) -> None:
+            for number, request in enumerate(requests):
+                await one(request, first=not number)
+
+        async def one(request: dict[str, Any], *, first: bool) -> None:
+            token_ids, params = request["prompt"], sampling(request)
+            async with client.trace(model, token_ids, block, interventions=declared, **params) as trace:
                 marks["submitted"] = time.perf_counter() - began
                 async for output in trace:
                     marks["last_output"] = time.perf_counter() - began
                     marks["first_output"] = marks["first_output"] or marks["last_output"]
                     if isinstance(output, tracewire.Output):
-                        if output.index == 0:
+                        if first and output.index == 0:
                             firsts.append(output.time)
                         steps.append(output.time)
                         latencies.append(time.time() - output.time)
@@ -267,8 +277,8 @@ async def tracewire_round(
                 results[trace.id] = await trace.result()
 
         async with anyio.create_task_group() as group:
-            for token_ids in prompts(workload):
-                group.start_soon(one, token_ids)
+            for requests in successions(workload):
+                group.start_soon(place, requests)
         seconds = marks["verified"] = time.perf_counter() - began
     totals["raw"] = sum(raw_bytes(value) for result in results.values() for value in result.saves.values())
     async with Bus.open(url) as bus:

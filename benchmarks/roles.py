@@ -12,9 +12,11 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 import uuid
+from itertools import accumulate, pairwise
 from typing import Any
 
 import psutil
@@ -45,6 +47,23 @@ def prompts(workload: dict[str, Any]) -> list[list[int]]:
     return [[1 + (7 * request + 3 * index) % 200 for index in range(length)] for request in requests]
 
 
+def successions(workload: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The workload of each of its requests, in a list for each place: of a place's requests, each follows the last.
+
+    A place has `turnover` requests, which is one if the workload does not say. Several have from half to one and a half
+    of the workload's tokens, with the same sum at all places.
+    """
+    count, tokens = workload.get("turnover", 1), workload["tokens"]
+    found = []
+    for prompt in prompts(workload):
+        rng = random.Random(str(prompt))
+        parts = [rng.uniform(0.5, 1.5) for _ in range(count)]
+        ends = [round(count * tokens * part / sum(parts)) for part in accumulate(parts)]
+        lengths = [end - start for start, end in pairwise([0, *ends])]
+        found.append([{**workload, "tokens": max(1, length), "prompt": prompt} for length in lengths])
+    return found
+
+
 def sampling(workload: dict[str, Any]) -> dict[str, Any]:
     """Sampling params of every request."""
     return {"max_tokens": workload["tokens"], "temperature": 0.0, "ignore_eos": True}
@@ -57,20 +76,21 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
 
     began = time.perf_counter()
     firsts: list[float] = []
-    every = prompts(workload)
+    every = successions(workload)
     turns = asyncio.Semaphore(workload.get("at_once", len(every)))
 
-    async def one(prompt: list[int]) -> list[int]:
-        params = SamplingParams(**sampling(workload), output_kind=RequestOutputKind.DELTA)
+    async def one(requests: list[dict[str, Any]]) -> list[int]:
         ids: list[int] = []
-        async with turns:
-            async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
-                if not ids:
-                    firsts.append(time.perf_counter() - began)
-                ids += output.outputs[0].token_ids
+        for request in requests:
+            params = SamplingParams(**sampling(request), output_kind=RequestOutputKind.DELTA)
+            async with turns:
+                async for output in llm.generate({"prompt_token_ids": request["prompt"]}, params, uuid.uuid4().hex):
+                    if not ids:
+                        firsts.append(time.perf_counter() - began)
+                    ids += output.outputs[0].token_ids
         return ids
 
-    found = await asyncio.gather(*(one(prompt) for prompt in every))
+    found = await asyncio.gather(*(one(requests) for requests in every))
     marks = {"first_output": min(firsts), "joined": max(firsts) - min(firsts)}
     return {
         "tokens": sum(map(len, found)),

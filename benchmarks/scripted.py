@@ -34,8 +34,8 @@ from tracewire_engine.protocol.messages import (
     Layout,
     LayoutEntry,
     Part,
+    Read,
     Report,
-    Slot,
     StepRecord,
 )
 
@@ -177,11 +177,9 @@ class Pacer:
 
         assert self._link is not None
         size, tokens = 2 * WIDTH, requests[0].tokens
-        entries = []
-        for place, request in enumerate(requests):
-            offsets = [(place * go.layers + layer) * size for layer in range(go.layers)]
-            slots = [Slot(f"h{n}", [Part("", "bfloat16", (WIDTH,), at, size)]) for n, at in enumerate(offsets)]
-            entries.append(LayoutEntry(request.name, 0, 0, slots))
+        stride = go.layers * size
+        reads = [Read(f"h{n}", [Part("", "bfloat16", (WIDTH,), size, n * size, stride)]) for n in range(go.layers)]
+        entries = [LayoutEntry(request.name, 0, 0, [(0, row, 1)]) for row, request in enumerate(requests)]
         self._layouts += 1
         values = torch.randint(0, 255, (len(requests) * go.layers * size,), dtype=torch.uint8)
         began = time.monotonic()
@@ -189,7 +187,7 @@ class Pacer:
             left = began + number / go.rate - time.monotonic()
             if left > 0:
                 time.sleep(left)
-            report = Report(time.time(), layout=Layout(self._layouts, entries) if not number else None)
+            report = Report(time.time(), layout=Layout(self._layouts, [reads], entries) if not number else None)
             report.batch = Batch(self._layouts, number)
             copy = self._link.put(values, report)
             if copy is None:

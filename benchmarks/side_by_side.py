@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 import psutil
 
+from benchmarks.core_time import CoreTime
 from benchmarks.overhead import (
     ROOT,
     Role,
@@ -128,7 +129,9 @@ class SideBySide:
         """The workload's requests on plain vLLM."""
         assert self.plain is not None
         await anyio.sleep(self.settle)
-        return await anyio.to_thread.run_sync(self.plain.run, {**workload, "saves": "none"})
+        core = CoreTime(self.plain.pid)
+        answer = await anyio.to_thread.run_sync(self.plain.run, {**workload, "saves": "none"})
+        return {**answer, "core_ms": core.ms(_generated(workload))}
 
     async def our_round(self, workload: dict[str, Any], *, saves: bool) -> dict[str, Any]:
         """The workload over the bus. `saves` says whether it saves anything.
@@ -137,8 +140,10 @@ class SideBySide:
             RuntimeError: tokens are missing, or values are saved where none should be, or the other way round.
         """
         await anyio.sleep(self.settle)
+        core = CoreTime(self.engine)
         answer = await self.watched(workload)
-        wanted = workload["concurrency"] * workload["tokens"]
+        answer["core_ms"] = core.ms(_generated(workload))
+        wanted = workload["concurrency"] * _generated(workload)
         if answer["tokens"] != wanted:
             raise RuntimeError(f"{workload['saves']}: {answer['tokens']} of {wanted} tokens")
         if bool(answer["raw"]) != saves:
@@ -168,6 +173,11 @@ class SideBySide:
         """Delete the streams of finished traces: Redis would have gigabytes of them after a few rounds."""
         async with Bus.open(self.url) as bus:
             await bus.finished.drop_beyond(1, 0)
+
+
+def _generated(workload: dict[str, Any]) -> int:
+    """How many tokens each place of a workload generates."""
+    return int(workload["tokens"] * workload.get("turnover", 1))
 
 
 @asynccontextmanager

@@ -24,10 +24,15 @@ median over the rounds of tokens a second, relative to the plain round before it
 `made_to_plain` is the same from the first step to the last one. `mb_s` is how many megabytes of saved values the
 subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the
 subscriber's hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a
-latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds.
+latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds. `marks_ms` and
+`plain_marks_ms` say where a round's time goes. `core_ms` and `plain_core_ms` are the time of the engine's threads on
+cores, in milliseconds for one token of each request (`CoreTime.ms` in `core_time.py` names them).
 
 An engine that waits long for its turn is slower at first. With `--wake`, each turn has a short round of both engines
 before those that count. `--limit SECONDS` begins no more rounds when the program has run for so long.
+
+Without `--turnover`, all requests of a round begin at once, and end at once. With `--turnover N`, N requests of varied
+lengths follow each other at each of the `requests` places, so the batch changes every few steps, as a service's does.
 
 `raw` is the limit of the same Redis in the same run, in megabytes a second: one process appends entries of so many
 bytes to streams, another reads them, neither does anything else.
@@ -44,7 +49,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +60,7 @@ import anyio
 import psutil
 
 from benchmarks.overhead import ROOT, turn
-from benchmarks.processes import show
+from benchmarks.processes import at_least, show
 from benchmarks.side_by_side import (
     SideBySide,
     add_options,
@@ -197,7 +202,7 @@ class Cell:
     async def run(self, engines: SideBySide, *, wake: bool) -> None:
         """One round of plain vLLM and of each way; with `wake`, behind a short one of each engine."""
         if wake:
-            short = {**self.workload, "tokens": min(WAKE_TOKENS, self.workload["tokens"])}
+            short = {**self.workload, "turnover": 1, "tokens": min(WAKE_TOKENS, self.workload["tokens"])}
             await engines.our_round({**short, "saves": "none"}, saves=False)
             await engines.plain_round(short)
         self.base.append(await engines.plain_round(self.workload))
@@ -215,6 +220,10 @@ class Cell:
                 **figures(rounds[1:], self.base[1:]),
                 "rounds": len(rounds) - 1,
                 "growth": round(median(growth(one["latencies"]) for one in rounds[1:]), 2),
+                "marks_ms": medians(one["marks_ms"] for one in rounds[1:]),
+                "plain_marks_ms": medians(one["marks_ms"] for one in self.base[1:]),
+                "core_ms": medians(one["core_ms"] for one in rounds[1:]),
+                "plain_core_ms": medians(one["core_ms"] for one in self.base[1:]),
             }
             for way, rounds in self.rounds.items()
         ]
@@ -229,7 +238,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for layers in counts:
             chosen = [depth // 2] if layers == 1 else list(range(depth - layers, depth))
             workload = {"layers": chosen, "prompt_tokens": 16, "concurrency": requests, "tokens": options.tokens}
-            workload["count_wire"] = False
+            workload |= {"count_wire": False, "turnover": options.turnover}
             # Requests without interventions have no layers.
             found.append(Cell(workload, [way for way in options.ways if way != "none" or layers == min(counts)]))
     return found
@@ -246,6 +255,12 @@ async def record_profiles(
                 longer = {**workload, "saves": SAVES[way], "tokens": 3 * workload["tokens"]}
                 await engines.watched(longer)
             await engines.drop_streams()
+
+
+def medians(marks: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of each mark over the rounds."""
+    rounds = list(marks)
+    return {name: round(median(one[name] for one in rounds), 2) for name in rounds[0]}
 
 
 def growth(latencies: list[float]) -> float:
@@ -290,6 +305,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         **described(options),
         "blocks": options.blocks,
+        "turnover": options.turnover,
         "cells": found,
         "raw": [{"bytes": size, "mb_s": round(median(speeds), 1)} for size, speeds in raw.items()],
     }
@@ -306,6 +322,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser, requests=[1, 8, 32, 128, 256, 512], rounds=8, settle=1.5)
+    parser.add_argument(
+        "--turnover", type=at_least(1), default=1, metavar="N", help="each request's place has N, one after the other"
+    )
     parser.add_argument("--layers", nargs="+", default=["1", "4", "all"], metavar="N|all")
     parser.add_argument("--ways", nargs="+", choices=list(SAVES), default=["block", "declared", "steered", "none"])
     parser.add_argument("--seconds", type=float, default=2.0, help="for which Redis's limit is measured, about")

@@ -24,6 +24,7 @@ from tests.support.engine_process import (
     looked_at_inside,
     started_engine,
 )
+from tests.support.failed_tasks import none_fails
 from tests.support.on_trio import pytest_fixture_setup, pytest_generate_tests, pytest_pycollect_makeitem  # noqa: F401
 from tests.support.site import built
 from tests.support.spreading import Spreading, check, sort
@@ -149,6 +150,13 @@ def pytest_runtest_teardown() -> None:
     for handler in list(root.handlers):
         if type(handler).__module__.startswith("inspect_ai"):
             root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_task_fails() -> Iterator[None]:
+    """A background task that a mistake of ours has ended fails its test, though the task is restarted."""
+    with none_fails():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,7 @@ BENCHMARKS = ROOT / "benchmarks"
 #: What the others import.
 HELPERS = {
     "__init__",
+    "core_time",
     "kind_cases",
     "nnsight_cpu",
     "processes",
@@ -221,6 +222,14 @@ def test_blocks(tmp_path: Path) -> None:
     assert found["step"] >= max(found[part] for part in ("scope", "tap", "passed", "report"))
 
 
+@pytest.mark.parametrize("way", ["declared", "steered", "own"])
+def test_plans(way: str, tmp_path: Path) -> None:
+    found = figures_of_a_fork(tmp_path, "plans", "--requests", "3", "--layers", "2", "--way", way, "--rounds", "1")
+    assert (found["requests"], found["layers"], found["way"]) == (3, 2, way)
+    for steps in (found["same_us"], found["changed_us"]):
+        above_zero(steps, "plan", "serve", "report", "adapter")
+
+
 def test_scheduling(tmp_path: Path) -> None:
     found = figures_of_a_fork(tmp_path, "scheduling", "--requests", "2", "--tokens", "4", "--rounds", "1")
     above_zero(found, "vllm_us", "tracewire_us", "ratio")
@@ -303,14 +312,16 @@ def test_gateway_before_an_engine() -> None:
 @pytest.mark.parametrize("blocks", ["inline", "host"])
 def test_volume(blocks: str) -> None:
     sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
-    wake = ("--wake", "--limit", "1") if blocks == "host" else ()
-    found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks, *wake)
-    assert found["blocks"] == blocks
+    more = ("--wake", "--limit", "1", "--turnover", "2") if blocks == "host" else ()
+    found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks, *more)
+    assert (found["blocks"], found["turnover"]) == (blocks, 2 if more else 1)
     ways = ["block", "declared", "steered"]
     wanted = [(way, n, 1) for n in (1, 2) for way in [*ways, "none"]] + [(way, n, 8) for n in (1, 2) for way in ways]
     assert sorted((one["way"], one["requests"], one["layers"]) for one in found["cells"]) == sorted(wanted)
     for one in found["cells"]:
         above_zero(one, "plain", "to_plain", "p50_ms", "growth")
+        for core in (one["core_ms"], one["plain_core_ms"]):
+            above_zero(core, "ran", "slept", "other_threads", "other_processes")
         assert one["rounds"] == 1
         assert one["least"] == one["to_plain"] == one["most"]
         assert one["p50_ms"] <= one["p95_ms"] <= one["p99_ms"]

@@ -24,6 +24,8 @@ MOST_BYTES = 80_000
 OTHERS = ("gemma3", "gpt2")
 #: What comes out with any model, trained or not; the other notebooks look for what training brings about.
 ALWAYS = {"fan", "thermostat"}
+#: Those that train for a minute.
+LONG = {"autoencoder"}
 
 
 @pytest.fixture(params=notebooks(), ids=lambda path: path.stem)
@@ -37,6 +39,11 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(one, id=one.stem, marks=[pytest.mark.full] * (one.stem in LONG)) for one in notebooks()],
+    indirect=True,
+)
 async def test_every_cell_runs_and_every_check_holds(path: Path, engine: EngineProcess, engine_bus: str) -> None:
     # A cell whose assertion fails raises.
     made = await executed(path, {"TRACEWIRE_URL": engine_bus, "TRACEWIRE_MODEL": "demo"})

@@ -596,9 +596,16 @@ MUTANTS = (
     _of(
         f"{_BUS}/store/vectors.py",
         "vectors-are-not-stored-again-when-redis-was-away",
-        "since = max(anyio.current_time() - KNOWN_S, self._shared.broken_at, self._connections.broken_at)",
-        "since = anyio.current_time() - KNOWN_S",
+        "broken_at = max(self._shared.broken_at, self._connections.broken_at)",
+        "broken_at = -math.inf",
         _VECTORS + "::test_after_redis_was_away_it_is_stored_again",
+    ),
+    _of(
+        f"{_BUS}/events/writer.py",
+        "a-timer-that-has-rung-early-is-waited-for",
+        "self._loop.time() + _SHORT_S < self._rings_at",
+        "self._loop.time() < self._rings_at",
+        "tests/unit/tracewire_bus/events/test_writer.py::test_on_uvloop_a_check_that_is_due_at_once_stops_no_writer",
     ),
     # --- the adapter --------------------------------------------------------------------------------------------------
     _of(

@@ -40,6 +40,7 @@ RUN_BY = {
     "python -m benchmarks.harvest": _BENCHMARKS + "harvest",
     "python -m benchmarks.kinds": _BENCHMARKS + "kinds",
     "python -m benchmarks.overhead": _BENCHMARKS + "overhead",
+    "python -m benchmarks.plans": _BENCHMARKS + "plans",
     "python -m benchmarks.policy": _BENCHMARKS + "policy",
     "python -m benchmarks.scheduling": _BENCHMARKS + "scheduling",
     "python -m benchmarks.sizing": _BENCHMARKS + "sizing",

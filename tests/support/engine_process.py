@@ -18,6 +18,7 @@ import pytest
 import tracewire
 from tests.support import ROOT
 from tests.support.blocks import tracing as blocks
+from tests.support.failed_tasks import failed_tasks
 from tests.support.runners import runner_options
 
 __all__ = [
@@ -165,6 +166,8 @@ def started_engine(
         engine.stop()
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive, f"left behind: {alive}"
+    failed = failed_tasks(engine.log.read_text(errors="replace"))
+    assert not failed, failed
 
 
 @contextmanager

@@ -13,7 +13,8 @@ __all__ = ["edit_block"]
 _LOOPS = [*["tracer.iter[:]"] * 5, "tracer.iter[1:3]", "tracer.iter[2]", "tracer.all()", "tracer.iter[1:]"]
 _VECTORS = [
     *("vector", "vector * 0.5", "by['key']", "unit", "(vector - 0.5)", "vector.to(torch.float64)", "-vector"),
-    *("vector.to(h.dtype)", "vector.abs()", "longer"),
+    *("vector.to(h.dtype)", "vector.abs()", "longer", "live.way", "live.alpha * vector", "live.alpha * live.way"),
+    *("(2 * live.count) * vector", "live.way.to(h.dtype) * factors[0]", "lately"),
 ]
 _NUMBERS = [
     "2",
@@ -27,6 +28,9 @@ _NUMBERS = [
     "step",
     "1e30",
     "float('nan')",
+    "live.alpha",
+    "live.count + 1",
+    "live.on",
 ]
 _PARTS = [
     *("[:]", "[-1]", "[0]", "[-1:]", "[:, 1]", "[:, 1:3]", "[..., 2]", "[...]", "[:1]", "[0, 1]", "[-1, :2]"),
@@ -117,10 +121,16 @@ class _Source:
             body += ["l = model.logits", *self._random.sample(_LOGITS, self._random.choice([1, 2]))]
         if self._random.random() < 0.1:
             body.append("1 / (step - 1)")
+        if self._random.random() < 0.3:
+            body.insert(self._random.randrange(len(body)), f"lately = {self._one(['live.way', 'live.alpha * vector'])}")
         lines = [f"for step in {self._one(_LOOPS)}:", *[f"    {line}" for line in body]]
-        return "\n".join(["kept = [].save()", "unit = vector / vector.norm()", *lines]) + "\n"
+        first = ["kept = [].save()", "unit = vector / vector.norm()", "lately = live.way"]
+        return "\n".join([*first, *lines]) + "\n"
 
 
 def edit_block(seed: int) -> str:
-    """A block of a seed, for a model with three layers. It has the variables `vector`, `longer`, `by` and `factors`."""
+    """A block of a seed, for a model with three layers.
+
+    It has the variables `vector`, `longer`, `by` and `factors`, and the live parameters `alpha`, `count`, `way`, `on`.
+    """
     return _Source(seed).block()

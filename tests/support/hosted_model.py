@@ -20,10 +20,10 @@ from nnsight.intervention.source import NO_SKIP
 
 from tracewire_bus.domain.fold import apply_delta
 from tracewire_bus.wire.messages import Block, Delta
-from tracewire_bus.wire.packing import decoder
-from tracewire_engine.link.step_link import LinkReceiver, LinkSender
+from tracewire_bus.wire.packing import decoder, pack
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender, encode_changes
 from tracewire_engine.protocol.block_host import HostSettings
-from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.protocol.keys import BLOCK_ARG, LIVE_ARG, RUN_ARG
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 from tracewire_engine.protocol.save_relay import Settings
 from tracewire_engine.save_relay.relay import SaveRelay
@@ -38,8 +38,9 @@ from tracewire_engine.worker.block_host.report_thread import ReportThread
 from tracewire_engine.worker.block_host.setup import outline_of
 from tracewire_engine.worker.block_host.stream_flags import ThreadFlags
 from tracewire_engine.worker.block_host.stream_visits import StreamVisits
+from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
 
-__all__ = ["HostedModel", "Outcome", "relay_to", "settings_of"]
+__all__ = ["HostedModel", "Outcome", "changes_of", "live_arguments", "relay_to", "settings_of"]
 
 HIDDEN, VOCABULARY = 4, 50
 
@@ -75,6 +76,16 @@ def settings_of(module: torch.nn.Module, **options: Any) -> HostSettings:
     given: dict[str, Any] = {"vocabulary": VOCABULARY, "block_timeout": 9.0, "step_timeout": 3.0, "readable": readable}
     given |= options
     return HostSettings(modules=outline_of(module), layers="model.layers", **given)
+
+
+def live_arguments(run: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a request of a run with these live parameters."""
+    return {} if values is None else {RUN_ARG: run, LIVE_ARG: pack(values)}
+
+
+def changes_of(run: str, version: int, values: Mapping[str, Any]) -> bytes:
+    """A change of a run's live parameters, as the adapter sends it."""
+    return encode_changes({run: (version, {name: msgspec.Raw(pack(value)) for name, value in values.items()})})
 
 
 class Outcome:
@@ -205,17 +216,33 @@ class HostedModel:
         if most_hosts is not None:
             self.hosts._hosts._most = most_hosts
         self.outcomes: dict[str, Outcome] = {}
+        self.live = LiveRuns()
 
     def open(
-        self, name: str, block: Block | str, *, trace: str = "", choices: int = 1, tenant: str = "", **more: Any
+        self,
+        name: str,
+        block: Block | str,
+        *,
+        trace: str = "",
+        choices: int = 1,
+        tenant: str = "",
+        live: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         """Take a request with a block."""
         if isinstance(block, str):
             block = Block(name="block", source=block, filename="mine.py", first_line=1)
-        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block), **more}
+        arguments = {BLOCK_ARG: msgspec.msgpack.encode(block), **live_arguments(trace or name, live), **more}
         request: Any = _Request(name)
         self.outcomes[name] = Outcome()
-        self.hosts.open(f"{name}-00000000", request, arguments, (trace or name, choices, tenant), [])
+        run = LiveRun("") if live is None else self.live.join(trace or name, pack(live), name, name, 0)
+        self.hosts.open(f"{name}-00000000", request, arguments, (trace or name, choices, tenant), [], run)
+
+    def steer(self, trace: str, version: int, **values: Any) -> None:
+        """Change live parameters of a trace from the next step on."""
+        changes = changes_of(trace, version, values)
+        self.live.steer(changes)
+        self.hosts.steer(changes)
 
     def step(self, tokens: Mapping[str, int], index: int) -> Any:
         """Run one step of the model with these requests. Returns the samples."""
@@ -249,6 +276,7 @@ class HostedModel:
     def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:
         """Begin a step. Returns the function that serves a location to the blocks."""
         hosts = self.hosts
+        self.live.apply()
         hosts.begin(scheduled, list(scheduled), lambda _: index)
         return hosts.reach if hosts.active else lambda location, value, **_: value
 
@@ -301,7 +329,7 @@ class HostedModel:
         if self.visits is not None:
             self.visits.settle()
             self.visits.give_back()
-        self.reports.close_relays()
+        self.reports.close()
         self.pool.close()
         self.link.close()
         # The memory of hosts is in circles of objects, and each piece has descriptors.

@@ -129,6 +129,7 @@ _ARRAYS: Final[dict[type, tuple[str, ...]]] = {
     Features: ("weights",),
     SteerFeatures: ("weights",),
 }
+_ARRAY_FIELDS: Final[dict[type, tuple[str, ...]]] = _ARRAYS | {kind: (name,) for kind, name in _VECTORS.items()}
 #: Fields that take a number or a `Live`.
 _NUMBERS: Final[dict[type, tuple[str, ...]]] = {
     kind: tuple(name for name, hint in get_type_hints(kind).items() if Live in get_args(hint)) for kind in _KINDS
@@ -566,8 +567,7 @@ def check_encoded(
 def array_fields(interventions: Sequence[Declared]) -> Iterator[tuple[int, str, Any]]:
     """The fields of interventions that can hold an array: the intervention's index, the field's name, and the value."""
     for index, one in enumerate(interventions):
-        kind = type(one)
-        for name in (*_ARRAYS.get(kind, ()), *((_VECTORS[kind],) if kind in _VECTORS else ())):
+        for name in _ARRAY_FIELDS.get(type(one), ()):
             yield index, name, getattr(one, name)
 
 

@@ -47,10 +47,6 @@ class _Kept(NamedTuple):
     wholes: tuple[Any, ...]
 
 
-def _fields(one: Any) -> tuple[Any, ...]:
-    return tuple([getattr(one, name) for name in one.__struct_fields__])
-
-
 def _alike(one: Any, other: Any) -> bool:
     """Whether a field is as it was, the elements of arrays apart."""
     if one is other:
@@ -77,7 +73,7 @@ class NormalForms:
             if kept is None:
                 return None
             self._kept.move_to_end(id(one))
-        values = _fields(one)
+        values = msgspec.structs.astuple(one)
         if not all(map(is_, values, kept.values)) and not all(map(_alike, values, kept.values)):
             return None
         for array in kept.arrays:
@@ -89,7 +85,7 @@ class NormalForms:
         """Keep a normal form, if all that it was made of can be compared."""
         import numpy as np
 
-        values, arrays, wholes, size = _fields(one), [], [], 0
+        values, arrays, wholes, size = msgspec.structs.astuple(one), [], [], 0
         for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
             encoded = getattr(plain, name)
             if type(value) is np.ndarray and type(encoded) is msgspec.msgpack.Ext and type(encoded.data) is bytes:

@@ -107,6 +107,8 @@ class Writer:
         #: Whether the streams are on several servers, as on a cluster.
         self._several = connections.slot("") is not None
         self._timer: Timer | None = None
+        #: When it rings. uvloop's timers do not know it if they are due within half a millisecond.
+        self._rings_at = 0.0
         self.patience_s = patience_s
         #: Signs finals, if it is set: one signature for those of one round trip.
         self.signer: Signer | None = None
@@ -307,14 +309,12 @@ class Writer:
         if self._deferred:
             due.append(self._deferred.retry_at)
         at = min(due, default=0.0)
-        if at <= 0.0:
+        # The timer that is set may ring soon enough. One that is due now may have rung: uvloop rounds to milliseconds.
+        if at <= 0.0 or self._loop.time() + _SHORT_S < self._rings_at <= at:
             return
         if self._timer is not None:
-            if not self._timer.cancelled() and self._loop.time() < self._timer.when() <= at:
-                # The timer that is set ends soon enough.
-                return
             self._timer.cancel()
-        self._timer = self._loop.call_at(at, self._wanted.notify)
+        self._timer, self._rings_at = self._loop.call_at(at, self._wanted.notify), at
 
     def _is_pending(self) -> bool:
         return bool(self._queue or self._stuck or self._deferred)

@@ -74,6 +74,7 @@ class Vectors:
         self._bytes = 0
         #: When this bus stored each vector, by the event loop's clock.
         self._stored: dict[ArrayRef, float] = {}
+        self._forgotten_at = -math.inf
         #: The vectors that some task stores now, each with what is set when the task is done.
         self._storing: dict[ArrayRef, anyio.Event] = {}
 
@@ -123,6 +124,18 @@ class Vectors:
     def forget(self) -> None:
         """Store all vectors again when they are next used: an engine has found one missing."""
         self._stored.clear()
+        self._forgotten_at = anyio.current_time()
+
+    def stored_at(self, refs: Iterable[ArrayRef]) -> float:
+        """When this bus stored the first of these vectors, by the event loop's clock."""
+        return min((self._stored.get(ref, -math.inf) for ref in refs), default=-math.inf)
+
+    @property
+    def kept_since(self) -> float:
+        """The time by the event loop's clock, since when Redis still has what was stored."""
+        # A Redis that was away may have lost some.
+        broken_at = max(self._shared.broken_at, self._connections.broken_at)
+        return max(anyio.current_time() - KNOWN_S, broken_at, self._forgotten_at)
 
     def _key(self, payload: bytes) -> bytes:
         """The XXH3 of an encoded array. Takes no time if `payload` is the object that is remembered."""
@@ -150,8 +163,7 @@ class Vectors:
         self._bytes -= len(payload)
 
     def _not_stored(self, refs: Iterable[ArrayRef]) -> list[ArrayRef]:
-        # A Redis that was away may have lost some.
-        since = max(anyio.current_time() - KNOWN_S, self._shared.broken_at, self._connections.broken_at)
+        since = self.kept_since
         return [ref for ref in refs if self._stored.get(ref, -math.inf) <= since]
 
     async def _write(self, payloads: Mapping[ArrayRef, bytes]) -> None:

@@ -58,16 +58,10 @@ class Task(Protocol[T_co]):
 
 
 class Timer(Protocol):
-    """A subset of `asyncio.TimerHandle`."""
+    """A subset of `asyncio.Handle`: uvloop returns no `TimerHandle` for what is due at once."""
 
     def cancel(self) -> None:
         """Do not call the callback."""
-
-    def cancelled(self) -> bool:
-        """Whether the timer was cancelled."""
-
-    def when(self) -> float:
-        """The time of the callback by the loop's clock, in seconds."""
 
 
 class Loop(Protocol):

@@ -171,20 +171,12 @@ class _Timer:
     """See `loops.Timer`."""
 
     def __init__(self, when: float, callback: Callable[[], object]) -> None:
-        self._when = when
-        self._cancelled = False
-        self._task = _Task(self._ring(callback), "tracewire: a timer")
+        self._task = _Task(self._ring(when, callback), "tracewire: a timer")
 
-    async def _ring(self, callback: Callable[[], object]) -> None:
-        await trio.sleep_until(self._when)
+    @staticmethod
+    async def _ring(when: float, callback: Callable[[], object]) -> None:
+        await trio.sleep_until(when)
         callback()
 
     def cancel(self) -> None:
-        self._cancelled = True
         self._task.cancel()
-
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def when(self) -> float:
-        return self._when

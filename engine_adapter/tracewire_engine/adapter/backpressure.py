@@ -10,11 +10,13 @@ run on. Only when more than `buffer_bytes` wait in all does the adapter pause th
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 import anyio
 
 from tracewire_bus.bus import Writer
+from tracewire_bus.wire.messages import Failure
 
 from .claims import Claims
 from .engine_api import Engine, EngineLost
@@ -34,6 +36,14 @@ RETRY_S = 1.0
 _SHARED: Final = 0.5
 #: The least share of a trace, in bytes.
 _LEAST_SHARE: Final = 1 << 20
+#: For how long the engine is paused although nothing is on its way to Redis, before a trace is ended, in seconds.
+STUCK_S: Final = 5.0
+
+_AHEAD = Failure(
+    type="EngineError",
+    message="the saves that were reported of tokens which the model has not sampled fill the adapter's buffer",
+    field="block",
+)
 
 
 class Backpressure:
@@ -56,6 +66,8 @@ class Backpressure:
         self._claims = claims
         self._lifecycle = lifecycle
         self._most = buffer_bytes
+        #: Since when the paused engine has nothing on its way to Redis, by `time.monotonic`.
+        self._stuck_since: float | None = None
 
     async def run(self) -> None:
         """Check every `CHECK_S` seconds. Never ends by itself."""
@@ -68,6 +80,7 @@ class Backpressure:
                 self._reports.pull()
                 await self._slow_traces(group)
                 await self._slow_engine()
+                await self._end_stuck()
 
     async def _slow_traces(self, group: anyio.abc.TaskGroup) -> None:
         runs = list(self._claims.running())
@@ -92,6 +105,28 @@ class Backpressure:
         """How many bytes of events and saves wait for Redis."""
         waiting = self._writer.backlog + sum(pending.nbytes for pending in self._pending.values())
         return waiting + sum(run.lag.output_bytes for run in self._claims.running())
+
+    async def _end_stuck(self) -> None:
+        """End the trace with the most reports that wait for tokens, if these keep the engine paused.
+
+        A paused engine makes no tokens. A process of blocks can report saves of tokens that are far ahead.
+        """
+        runs = list(self._claims.running())
+        late = self._writer.backlog or self._reports.held_up or any(run.lag.output_bytes for run in runs)
+        now = time.monotonic()
+        if not self._lifecycle.engine_paused or late or not runs:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > STUCK_S:
+            self._stuck_since = None
+            run = max(runs, key=lambda run: run.lag.nbytes)
+            if run.end("failed", _AHEAD):
+                logger.warning("trace %s keeps the engine paused, and is ended: %s", run.trace, _AHEAD.message)
+                try:
+                    await run.abort_all()
+                except Exception as error:  # an engine that is shutting down raises errors of any type
+                    logger.warning("trace %s could not be ended: %s", run.trace, error)
 
     async def _slow_engine(self) -> None:
         """Pause the whole engine while more than `buffer_bytes` wait, until half of that is left."""

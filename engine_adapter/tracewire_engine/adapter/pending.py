@@ -31,8 +31,9 @@ __all__ = ["ENDING_S", "LATE_S", "REPORT_S", "PendingChoice", "PendingRecords", 
 REPORT_S = 120.0
 #: The same for a request that is to end early, in seconds.
 ENDING_S = 20.0
-#: The same if a later report has come, in seconds. Reports come in order, except for those behind large arrays.
-LATE_S = 5.0
+#: The same if a later report has come, in seconds. Reports come in order, except for those behind large arrays, and
+#: for the ends of blocks in hosts, whose saves come by another process.
+LATE_S = 20.0
 
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
@@ -191,8 +192,9 @@ class PendingRecords:
         """Take the record of a step that ended at `ended_at`."""
         choice = self.choices[record.choice]
         choice.time = ended_at
+        before = choice.steps.get(record.index)
         choice.steps[record.index] = record.deltas
-        self._nbytes += _size(record.deltas)
+        self._nbytes += _size(record.deltas) - (0 if before is None else _size(before))
         choice.stepped += 1
         if record.ended:
             choice.end_at(record.index, record.ended, choice.reason)

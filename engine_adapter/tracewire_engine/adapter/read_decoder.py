@@ -9,10 +9,10 @@ module also takes a digest of each record for the final's manifest, and checks s
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -24,7 +24,7 @@ from tracewire_bus.wire.digests import array_digest, dict_digest, digest, list_d
 from tracewire_bus.wire.messages import Append, ColumnsManifest, Manifest, Set, StopWhen
 from tracewire_bus.wire.packing import wire
 from tracewire_bus.wire.refs import ArrayRef
-from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Part, Slot
+from tracewire_engine.protocol.messages import Batch, Layout, LayoutEntry, Read
 
 __all__ = ["BULK_STEP_BYTES", "NO_READS", "ChoiceReads", "Item", "ReadDecoder", "StepReads", "Strings"]
 
@@ -36,6 +36,8 @@ Strings: TypeAlias = Callable[[list[int]], list[str]]
 #: The key of a logit lens's strings, encoded.
 _STRINGS = _encoder.encode("token_strings")
 _HOLE = b"\xc4\x10" + bytes(range(200, 216))
+#: For how many different sets of items what these need is kept.
+_REMEMBERED: Final = 512
 _number = struct.Struct("<f")
 #: The most bytes of a step's reads that travel in one record, large arrays among them, where a bulk store takes it.
 BULK_STEP_BYTES: Final = 32 << 20
@@ -48,17 +50,35 @@ def _encode_frame(delta: Append | Set) -> tuple[bytes, bytes]:
     return before, after
 
 
-class Item:
-    """Makes the item that one saved name gains in a step, of a batch's bytes."""
+class ItemPart(NamedTuple):
+    """One array of an item: its key in the item (`""`: it is the whole item), and its size in bytes."""
 
-    def __init__(self, slot: Slot, threshold: int = 0) -> None:
-        self.slot = slot
-        #: Arrays of more bytes become blobs; 0: no array does.
-        self.threshold = threshold
-        self.name = slot.name
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+_Described: TypeAlias = tuple[tuple[str, tuple[ItemPart, ...]], ...]
+"""The name and the parts of each of several items."""
+
+
+class Item:
+    """Makes the item that one saved name gains in a step, of a batch's bytes.
+
+    Args:
+        name: the saved name.
+        parts: the item's arrays.
+        first: the place of the first of them among those of all items of a choice.
+        threshold: arrays of more bytes become blobs; 0: no array does.
+    """
+
+    def __init__(self, name: str, parts: Sequence[ItemPart], first: int, threshold: int = 0) -> None:
+        self.name, self.parts, self.threshold = name, parts, threshold
+        self.places = range(first, first + len(parts))
         #: Whether any of its arrays becomes a blob.
-        self.large = bool(threshold) and any(part.size > threshold for part in slot.parts)
-        self.nbytes = sum(part.size for part in slot.parts)
+        self.large = bool(threshold) and any(part.size > threshold for part in parts)
+        self.nbytes = sum(part.size for part in parts)
 
     # Most items travel in records of columns, which need none of what follows.
 
@@ -73,23 +93,22 @@ class Item:
         return _encode_frame(Set(path=(self.name,), value=[msgspec.Raw(_HOLE)]))
 
     @cached_property
-    def parts(self) -> list[tuple[Part, bytes, bytes]]:
-        """The parts, each with its array's header on the wire and in its digest."""
-        return [(part, *_heads(part)) for part in self.slot.parts]
+    def heads(self) -> list[tuple[bytes, bytes]]:
+        """Each part's array's header on the wire and in its digest."""
+        return [_heads(part) for part in self.parts]
 
     @cached_property
     def shell(self) -> list[bytes]:
         """The encoded prefix of each part: empty, or a dict's header and keys."""
-        parts = self.slot.parts
-        keys = [_encoder.encode(part.key) if part.key else b"" for part in parts]
-        if parts[0].key:
+        keys = [_encoder.encode(part.key) if part.key else b"" for part in self.parts]
+        if self.parts[0].key:
             keys[0] = bytes([0x80 | len(keys)]) + keys[0]
         return keys
 
     def take(
-        self, data: memoryview, blobs: list[tuple[str, bytes]], strings: Strings | None = None
+        self, raws: Sequence[memoryview], blobs: list[tuple[str, bytes]], strings: Strings | None = None
     ) -> tuple[bytes, bytes]:
-        """The encoded item, and its digest.
+        """The encoded item of the bytes of its parts, and its digest.
 
         Adds large arrays to `blobs`, and refers to them in the item. `strings` finds the strings of token ids, which
         the item of a logit lens then has too.
@@ -97,8 +116,7 @@ class Item:
         pieces: list[bytes | memoryview] = []
         digests: list[bytes] = []
         texts: Any = None
-        for (part, head, digest_head), before in zip(self.parts, self.shell, strict=True):
-            raw = data[part.offset : part.offset + part.size]
+        for part, (head, digest_head), before, raw in zip(self.parts, self.heads, self.shell, raws, strict=True):
             if before:
                 pieces.append(before)
             if strings is not None and part.key == "token_ids":
@@ -115,8 +133,8 @@ class Item:
             else:
                 pieces += (head, raw)
                 digests.append(array_digest(digest_head, raw))
-        if self.slot.parts[0].key:
-            items = [(part.key, own) for part, own in zip(self.slot.parts, digests, strict=True)]
+        if self.parts[0].key:
+            items = [(part.key, own) for part, own in zip(self.parts, digests, strict=True)]
             if texts is not None:
                 # The strings are one key more than the header counts.
                 pieces[0] = bytes([pieces[0][0] + 1, *pieces[0][1:]])
@@ -135,22 +153,76 @@ def _reshape(flat: list[str], shape: tuple[int, ...]) -> Any:
     return flat
 
 
-def _heads(part: Part) -> tuple[bytes, bytes]:
+def _heads(part: ItemPart) -> tuple[bytes, bytes]:
     """The header of an array on the wire and in its digest; empty for a single number."""
     if not part.shape and part.dtype == "float32":
         return b"", b""
     return array_header(part.dtype, part.shape, part.size)
 
 
+class _Place(NamedTuple):
+    """Where the arrays of choices lie in a batch's bytes.
+
+    Attributes:
+        of: the set, by its place among those of each choice.
+        offset: where the first row begins.
+        stride: from row to row.
+        size: of a choice's rows.
+    """
+
+    of: int
+    offset: int
+    stride: int
+    size: int
+
+
+class _Kind:
+    """The items of choices that have the same reads in a layout, and where these lie."""
+
+    def __init__(self, items: Sequence[Item], places: Sequence[_Place]) -> None:
+        self.items = items
+        self.places = places
+        self._joined: dict[tuple[int, ...], list[_Place]] = {}
+
+    def joined(self, chosen: tuple[int, ...]) -> list[_Place]:
+        """The places of these parts, of which neighbours are one."""
+        found = self._joined.get(chosen)
+        if found is None:
+            found = self._joined[chosen] = []
+            for place in map(self.places.__getitem__, chosen):
+                last = found[-1] if found else None
+                if last is not None and place == (last.of, last.offset + last.size, last.stride, place.size):
+                    found[-1] = last._replace(size=last.size + place.size)
+                else:
+                    found.append(place)
+        return found
+
+
 class StepReads:
     """The items that one choice gains in each step of a layout."""
 
-    def __init__(self, entry: LayoutEntry, threshold: int) -> None:
+    def __init__(self, entry: LayoutEntry, kind: _Kind) -> None:
         self.request = entry.request
         self.choice = entry.choice
-        #: The index of the token of the layout's first step.
+        #: As in a `LayoutEntry`.
         self.index = entry.index
-        self.items = [Item(slot, threshold) for slot in entry.slots if slot.parts]
+        self.items = kind.items
+        self._kind = kind
+        self._rows = [row for _, row, _ in entry.rows]
+
+    def pieces(self, chosen: tuple[int, ...]) -> list[slice]:
+        """Where these parts of its items lie in a batch's bytes, in order: neighbours are one piece."""
+        found = []
+        for of, offset, stride, size in self._kind.joined(chosen):
+            start = offset + self._rows[of] * stride
+            found.append(slice(start, start + size))
+        return found
+
+    def raw(self, place: int, data: memoryview) -> memoryview:
+        """The bytes of one part of a batch's."""
+        of, offset, stride, size = self._kind.places[place]
+        start = offset + self._rows[of] * stride
+        return data[start : start + size]
 
 
 class _Plan:
@@ -159,45 +231,29 @@ class _Plan:
     def __init__(self, columns: Sequence[Item], single: Sequence[Item]) -> None:
         self.single = single
         self.names = tuple([item.name for item in columns])
-        self.layout = encode_layout([_column(item.slot) for item in columns]) if columns else b""
-        #: Where the values of the columns lie in a batch's bytes, in order: neighbours are one piece.
-        self.pieces: list[tuple[int, int]] = []
-        for part in (part for item in columns for part in item.slot.parts):
-            if self.pieces and self.pieces[-1][1] == part.offset:
-                self.pieces[-1] = (self.pieces[-1][0], part.offset + part.size)
-            else:
-                self.pieces.append((part.offset, part.offset + part.size))
+        self.layout = encode_layout([_column(item) for item in columns]) if columns else b""
+        #: The parts of the columns, by their places among those of all items.
+        self.chosen = tuple([place for item in columns for place in item.places])
         #: The step's encoded deltas up to the values of the columns: the first delta is their record.
         self.head = list_head(len(single) + bool(columns))
         if columns:
-            size = sum(end - start for start, end in self.pieces)
+            size = sum(item.nbytes for item in columns)
             self.head += b"\x93\xa1c" + _encoder.encode(self.layout) + b"\xc6" + size.to_bytes(4, "big")
-        #: The parts of all items that stop conditions may look at, by name.
-        self.numbers = [
-            (item.name, found) for item in (*columns, *single) if (found := _number_part(item.slot)) is not None
-        ]
-
-    def values(self, data: memoryview) -> list[memoryview]:
-        """The values of the columns, in pieces of a batch's bytes."""
-        return [data[start:end] for start, end in self.pieces]
+        #: The places of the parts of all items that stop conditions may look at, by name.
+        self.numbers = [(item.name, item.places[0]) for item in (*columns, *single) if _is_numbers(item.parts[0])]
 
 
-def _column(slot: Slot) -> Column:
+def _column(item: Item) -> Column:
     parts = [
         ColumnPart(part.key, part.dtype if part.shape or part.dtype != "float32" else NUMBER, part.shape)
-        for part in slot.parts
+        for part in item.parts
     ]
-    return Column(slot.name, tuple(parts))
+    return Column(item.name, tuple(parts))
 
 
-def _number_part(slot: Slot) -> Part | None:
-    """The part of an item at which a stop condition may look: float32, and a number or a row of them."""
-    part = slot.parts[0]
-    return part if part.dtype == "float32" and len(part.shape) <= 1 and not part.key else None
-
-
-def _floats(data: memoryview, part: Part) -> Sequence[float]:
-    return memoryview(data[part.offset : part.offset + part.size]).cast("f")
+def _is_numbers(part: ItemPart) -> bool:
+    """Whether a stop condition may look at an item's first part: float32, and a number or a row of them."""
+    return part.dtype == "float32" and len(part.shape) <= 1 and not part.key
 
 
 class ChoiceReads:
@@ -223,7 +279,9 @@ class ChoiceReads:
         #: By name, whether its items travel in records.
         self._in_records: dict[str, bool] = {}
         self._reads: StepReads | None = None
+        self._items: Sequence[Item] = ()
         self._plan = _Plan((), ())
+        self._pieces: list[slice] = []
         self._started: set[str] = set()
         #: By index, the names in the step's record, and its digest. A layout of its own for each step has the same
         #: names as those before it, as a rule.
@@ -242,21 +300,23 @@ class ChoiceReads:
         if self.stopped_at is not None and index > self.stopped_at:
             return
         if reads is not self._reads:
-            self._reads, self._plan = reads, self._planned(reads.items)
+            if reads.items is not self._items:
+                self._items, self._plan = reads.items, self._planned(reads.items)
+            self._reads, self._pieces = reads, reads.pieces(self._plan.chosen)
         plan = self._plan
         if self.thinned:
             self.left_out += 1
             self.steps[index] = NO_READS
         else:
-            values = plan.values(data)
+            values = [data[piece] for piece in self._pieces]
             if plan.layout:
                 self._named_by[index] = self._names.setdefault(plan.names, plan.names)
                 self._records[index] = record_digest(plan.layout, *values)
-            single = self._take_single(index, plan.single, data) if plan.single else ()
+            single = self._take_single(index, reads, data) if plan.single else ()
             # The one copy of the values: `data` may change afterwards.
             self.steps[index] = b"".join((plan.head, *values, *single))
         if self._stops:
-            self._check_stops(index, {name: _floats(data, part) for name, part in plan.numbers})
+            self._check_stops(index, {name: reads.raw(place, data).cast("f") for name, place in plan.numbers})
 
     def _planned(self, items: Sequence[Item]) -> _Plan:
         whole = self.in_bulk and sum(item.nbytes for item in items) <= BULK_STEP_BYTES
@@ -269,14 +329,15 @@ class ChoiceReads:
         )
 
     def _with_strings(self, item: Item) -> bool:
-        return self.strings is not None and any(part.key == "token_ids" for part in item.slot.parts)
+        return self.strings is not None and any(part.key == "token_ids" for part in item.parts)
 
-    def _take_single(self, index: int, items: Sequence[Item], data: memoryview) -> list[bytes]:
-        """An encoded delta for each of these items."""
+    def _take_single(self, index: int, reads: StepReads, data: memoryview) -> list[bytes]:
+        """An encoded delta for each of the items that travel by themselves."""
         deltas: list[bytes] = []
         digests: list[tuple[str, bytes]] = []
-        for item in items:
-            encoded, found = item.take(data, self.blobs, self.strings)
+        for item in self._plan.single:
+            raws = [reads.raw(place, data) for place in item.places]
+            encoded, found = item.take(raws, self.blobs, self.strings)
             if item.name in self._started:
                 before, after = item.append
             else:
@@ -343,11 +404,49 @@ class ReadDecoder:
         self._threshold = threshold
         self._layout = 0
         self._entries: list[StepReads] = []
+        #: Items by what they consist of. A batch that changes has a new layout, and mostly the same items.
+        self._items: OrderedDict[_Described, tuple[Item, ...]] = OrderedDict()
 
     def layout(self, layout: Layout) -> None:
         """Take the layout of the batches that follow."""
         self._layout = layout.id
-        self._entries = [StepReads(entry, self._threshold) for entry in layout.entries]
+        kinds: dict[tuple[tuple[int, int], ...], _Kind] = {}
+        self._entries = []
+        for entry in layout.entries:
+            key = tuple([(place, count) for place, _, count in entry.rows])
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = self._kind([(layout.sets[place], count) for place, count in key])
+            self._entries.append(StepReads(entry, kind))
+
+    def _kind(self, sets: Sequence[tuple[list[Read], int]]) -> _Kind:
+        """The items of choices with these sets of reads, with so many rows of each."""
+        described = []
+        places = []
+        for place, (reads, count) in enumerate(sets):
+            for read in reads:
+                parts = [
+                    ItemPart(part.key, part.dtype, part.shape if read.flat else (count, *part.shape), part.size * count)
+                    for part in read.parts
+                ]
+                if parts:
+                    described.append((read.name, tuple(parts)))
+                places += [_Place(place, part.offset, part.stride, part.size * count) for part in read.parts]
+        return _Kind(self._items_of(tuple(described)), places)
+
+    def _items_of(self, described: _Described) -> tuple[Item, ...]:
+        found = self._items.get(described)
+        if found is not None:
+            self._items.move_to_end(described)
+            return found
+        items, first = [], 0
+        for name, parts in described:
+            items.append(Item(name, parts, first, self._threshold))
+            first += len(parts)
+        found = self._items[described] = tuple(items)
+        if len(self._items) > _REMEMBERED:
+            self._items.popitem(last=False)
+        return found
 
     def batch(self, batch: Batch) -> list[tuple[StepReads, int]]:
         """The reads of each choice of the batch's layout, with its token index in this step.

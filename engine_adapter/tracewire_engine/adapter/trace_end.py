@@ -84,7 +84,7 @@ class TraceEnd:
             }
         )
         # Several choices and prompts can give the same warning.
-        self.warnings.extend(warning for warning in record.warnings if warning not in self.warnings)
+        self.warnings = list(dict.fromkeys([*self.warnings, *record.warnings]))
         self.error = self.error or record.error
         self._stopped = self._stopped or record.stopped or choice.reads.stopped is not None
         return True

@@ -20,14 +20,15 @@ from tracewire_bus.domain.limit_table import DEFAULTS, Limits
 from tracewire_bus.domain.limits import MAX_LIVE_VALUES, LimitExceeded, check_size, check_submission, measure
 from tracewire_bus.domain.schedule_checks import ScheduleError, check_plan
 from tracewire_bus.domain.tree import ModuleTree
-from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
+from tracewire_bus.wire.codec import NewerSchema, check_schema
 from tracewire_bus.wire.live_values import LiveError, unpack_live
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, Block, EngineInfo, Failure, Submission
-from tracewire_bus.wire.packing import decoder, unpack
+from tracewire_bus.wire.packing import unpack
 
 from .block_sources import Sources
 from .code_policy import CodePolicy
 from .engine_api import Rejection
+from .known_interventions import KnownInterventions
 from .placing import Placer
 
 __all__ = ["Blocks", "Validated", "Validator", "refusal"]
@@ -44,15 +45,6 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 Blocks: TypeAlias = list[bytes | None]
 """The encoded blocks of a submission's invokes."""
-
-
-class _Interventions(msgspec.Struct):
-    """Decodes of a submission only its interventions, which stay encoded."""
-
-    interventions: msgspec.Raw
-
-
-_interventions = decoder(_Interventions, plain=True)
 
 
 class Validated(msgspec.Struct):
@@ -89,6 +81,7 @@ class Validator:
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
         self._encoder = msgspec.msgpack.Encoder()
+        self._known = KnownInterventions()
         #: Encoded interventions with their locations, by the interventions and live parameters as they were sent.
         self._placed: dict[bytes, bytes] = {}
 
@@ -106,11 +99,11 @@ class Validator:
             ValueError: it cannot be decoded, or is of another trace.
         """
         check_schema(schema, REQUEST_SCHEMA)
-        submission, light = await self._decode(data)
+        submission, interventions, light = await self._decode(data)
         if submission.trace != trace:
             raise ValueError(f"its entry names trace {trace[:300]!r}, its body {submission.trace[:300]!r}")
         blocks, code = await self._check(submission, key)
-        return Validated(submission, blocks, await self._look(light, self._place, submission, data), code)
+        return Validated(submission, blocks, await self._look(light, self._place, submission, interventions), code)
 
     async def _look(self, light: bool, look: Callable[..., T], *arguments: Any) -> T:
         """Call `look(*arguments)`: at once if `light`, else on a thread, one call at a time.
@@ -121,8 +114,10 @@ class Validator:
             return look(*arguments)
         return await anyio.to_thread.run_sync(look, *arguments, limiter=self._looking)
 
-    async def _decode(self, data: bytes) -> tuple[Submission, bool]:
-        """Decode a submission, and check its size. Also returns whether it is small enough for the event loop.
+    async def _decode(self, data: bytes) -> tuple[Submission, bytes, bool]:
+        """Decode a submission, and check its size.
+
+        Also returns its encoded interventions, and whether it is small enough for the event loop.
 
         Raises:
             LimitExceeded: it is too large.
@@ -131,7 +126,7 @@ class Validator:
         check_size(len(data), self._limits)
         light = len(data) <= _LIGHT_BYTES
         light &= await self._measure([("submission", data)])
-        submission = decode_submission(data)
+        submission, interventions = self._known.decode(data)
         check_submission(submission, self._limits)
         measure(submission.live, "live", MAX_LIVE_VALUES)
         packed = [("live", submission.live), ("shared", submission.shared)]
@@ -139,7 +134,7 @@ class Validator:
             packed += [("block.variables", block.variables)] if block is not None else []
         packed += [("prompt.multi_modal_data", invoke.media) for invoke in submission.invokes]
         light &= await self._measure(packed)
-        return submission, light
+        return submission, interventions, light
 
     async def _measure(self, parts: Sequence[tuple[str, bytes]]) -> bool:
         """Check the sizes of parts of a submission. Returns whether they have few values in all.
@@ -235,21 +230,24 @@ class Validator:
         """
         return await self.check_block(block, key=key)
 
-    def _place(self, submission: Submission, data: bytes) -> bytes | None:
-        """The declared interventions with their locations, encoded for the workers; `data` is the submission encoded.
+    def _place(self, submission: Submission, encoded: bytes) -> bytes | None:
+        """The declared interventions of a submission with their locations, encoded for the workers.
+
+        Args:
+            submission: with interventions or without.
+            encoded: its interventions, as they were sent.
 
         Raises:
             Rejection: one of them cannot run on this model.
         """
-        interventions = submission.interventions
-        if not interventions:
+        if not submission.interventions:
             return None
         # As with blocks, services send the same ones again and again.
-        key = bytes(_interventions(data).interventions) + submission.live
+        key = encoded + submission.live
         placed = self._placed.get(key)
         if placed is None:
             live = {name: value.value for name, value in unpack_live(submission.live).items()}
-            placed = self._encoder.encode(self._placer.place(interventions, live))
+            placed = self._encoder.encode(self._placer.place(submission.interventions, live))
             if len(key) <= _LONG:
                 if len(self._placed) >= _REMEMBERED:
                     self._placed.clear()

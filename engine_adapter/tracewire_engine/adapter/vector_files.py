@@ -9,7 +9,7 @@ the reference. The adapter keeps files within a budget, and removes none that a 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ class _File(SharedFile):
         #: What the file has, once it was checked: a reference that somebody made up may have another dtype or shape.
         self.content: tuple[str, tuple[int, ...]] | None = None
         self.nbytes = ref.nbytes
+        self.name = ref.blob
 
 
 class VectorFiles:
@@ -68,11 +69,13 @@ class VectorFiles:
         """
         held: list[_File] = []
         try:
-            for field, ref in _references(interventions):
+            for index, name, ref in array_fields(interventions):
+                if type(ref) is not ArrayRef:
+                    continue
                 file = self._hold(ref)
                 held.append(file)
                 if file.content != (ref.dtype, ref.shape) or not file.is_everywhere:
-                    await self._ready(file, field, ref)
+                    await self._ready(file, f"interventions[{index}].{name}", ref)
             yield
         finally:
             await self._release(held)
@@ -94,13 +97,13 @@ class VectorFiles:
                 if file.content is None:
                     removed.append(file)
                 else:
-                    self._unused[file.path.name] = file
+                    self._unused[file.name] = file
         while self._bytes > KEPT_BYTES and self._unused:
             _, oldest = self._unused.popitem(last=False)
             self._bytes -= oldest.nbytes
             removed.append(oldest)
         for file in removed:
-            del self._files[file.path.name]
+            del self._files[file.name]
             file.unlink()
         for file in removed:
             await file.drop()
@@ -141,9 +144,3 @@ def _write(path: Path, field: str, array: np.ndarray[Any, Any]) -> None:
     check_content(array, field)
     with written_whole(path) as out:
         out.write(raw_bytes(array))
-
-
-def _references(interventions: Sequence[Declared]) -> Iterator[tuple[str, ArrayRef]]:
-    for index, name, value in array_fields(interventions):
-        if type(value) is ArrayRef:
-            yield f"interventions[{index}].{name}", value

@@ -4,8 +4,8 @@
 
 The worker starts it with an empty environment. It runs no block itself. Each message `host` over the socket
 `DESCRIPTOR` asks for one host and brings its descriptors, and is answered with the host's process id and a descriptor
-of the process. A message `relay` asks for a save relay, which shares this process's memory as hosts do, and brings its
-socket.
+of the process, or with why there is none. A message `relay` asks for a save relay, which shares this process's memory
+as hosts do, and brings its socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     from tracewire_engine.block_host.driver import Driver, start  # noqa: F401 (imported before the forks)
     from tracewire_engine.link.host_channel import receive_descriptors, send_descriptors
     from tracewire_engine.link.thread_names import name_thread
-    from tracewire_engine.protocol.block_host import HostSettings
+    from tracewire_engine.protocol.block_host import FAILED, HostSettings
 
     control = socket.socket(fileno=int(sys.argv[1]))
     confinement.die_with_parent()
@@ -55,20 +55,33 @@ def main() -> None:
             return
         if not message:
             return
-        host = os.fork()
+        try:
+            host = os.fork()
+        except OSError as error:  # too little memory, or too many processes: a later one may start
+            _close(descriptors)
+            if message != b"relay":
+                send_descriptors(control, f"{FAILED}{error}".encode(), [])
+            continue
         if not host:
             control.close()
             if message == b"relay":
                 _become_relay(*descriptors)
             _become_host(settings, descriptors)
+        _close(descriptors)
         if message == b"relay":
-            for one in descriptors:
-                os.close(one)
             continue
-        process = os.pidfd_open(host)
+        try:
+            process = os.pidfd_open(host)
+        except OSError as error:  # the kernel has ended it already, or there are too many descriptors
+            send_descriptors(control, f"{FAILED}{error}".encode(), [])
+            continue
         send_descriptors(control, str(host).encode(), [process])
-        for one in (process, *descriptors):
-            os.close(one)
+        os.close(process)
+
+
+def _close(descriptors: list[int]) -> None:
+    for one in descriptors:
+        os.close(one)
 
 
 def _become_host(settings: object, descriptors: list[int]) -> None:

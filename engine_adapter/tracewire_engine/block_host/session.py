@@ -226,7 +226,9 @@ class Session:
         requests.add(new)
         for one in began.new:
             if one.edits:
-                self._edits.open(one.id, one.edits, known_leaves(one.arguments, one.edits))
+                live = requests.live_of(one.id)
+                leaves = known_leaves(one.arguments, one.edits, live.values)
+                self._edits.open(one.id, one.edits, leaves, live)
             if one.reserved and one.id in requests.traced:
                 requests.traced[one.id].tracker.reserved = frozenset(one.reserved)
         requests.scope(self.model, [(name, tokens) for name, tokens, _ in began.spans])

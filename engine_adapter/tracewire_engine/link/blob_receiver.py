@@ -78,7 +78,7 @@ class BlobReceiver(Receiver):
                         yield report
                     continue
                 chunk = _chunks.decode(frames[0].buffer)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):
                 # A defect that costs one request: its trace ends with an error, and the others go on.
                 logger.exception("a message of a worker could not be decoded")
                 continue

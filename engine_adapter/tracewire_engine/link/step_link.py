@@ -142,11 +142,15 @@ class LinkSender:
         apart = [large[id(record)][1] for record in _records(reports) if record.deltas is _APART] if large else []
         for record, deltas in large.values():
             record.deltas = deltas
-        # Copied: sending without a copy wakes a Python thread for each part, which the model would wait for. It would
-        # wait longer for a copy of large deltas.
-        self._socket.send(self._buffer, zmq.SNDMORE if apart else 0)
+        self.send_encoded(self._buffer, more=bool(apart))
+        # The model would wait longer for a copy of large deltas.
         for left, deltas in zip(range(len(apart) - 1, -1, -1), apart, strict=True):
             self._socket.send(deltas, zmq.SNDMORE if left else 0, copy=False)
+
+    def send_encoded(self, reports: bytearray, *, more: bool = False) -> None:
+        """Queue encoded reports. With `more`, further parts of the message follow."""
+        # Copied: sending without a copy wakes a Python thread for each part, which the model would wait for.
+        self._socket.send(reports, zmq.SNDMORE if more else 0)
 
 
 def _records(reports: Iterable[Report]) -> Iterator[StepRecord | FinishRecord]:
@@ -231,7 +235,7 @@ class LinkReceiver(Receiver):
             try:
                 reports = _decoder.decode(message)
                 _put_back(reports, apart)
-            except (msgspec.MsgspecError, ValueError):
+            except (msgspec.MsgspecError, ValueError, RecursionError):
                 # A defect that costs one step: traces with records in it end with an error, and the others go on.
                 logger.exception("a report of a worker could not be decoded")
                 continue

@@ -61,6 +61,9 @@ MOST_SAID: Final = 1 << 20
 #: The largest `Saved` or `Report`, in bytes: a step's saves. Large arrays come in pieces.
 MOST_REPORTED: Final = 256 << 20
 
+#: With what the server of hosts begins its answer if it could not start a host.
+FAILED: Final = "failed: "
+
 #: How many records a `Saved` or a `Reported` may have of each kind.
 MOST_RECORDS: Final = 1 << 16
 
@@ -199,7 +202,7 @@ class Wait(NamedTuple):
     """A location that a block waits for, and how often the model passes it before it does what the block asks."""
 
     location: str
-    after: int
+    after: Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply"):

@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Edit", "Operation"]
+__all__ = ["LIVE_LEAF", "Edit", "Operation"]
+
+#: Stands before the name of a live parameter; no variable is called so.
+LIVE_LEAF = ""
 
 
 class Operation(msgspec.Struct, array_like=True, frozen=True):
@@ -36,7 +39,7 @@ class Edit(msgspec.Struct, array_like=True, frozen=True):
     """What a block does at a location in the steps from its `first` on, before step `end` (`None`: to its last).
 
     The steps are those of the block's request. `leaves` are values that come with the block: each the name of a
-    variable, and the keys that lead to the value in it.
+    variable, and the keys that lead to the value in it. Or they are live parameters: `LIVE_LEAF`, and the name.
     """
 
     location: str

@@ -21,9 +21,9 @@ __all__ = [
     "Part",
     "Place",
     "Placed",
+    "Read",
     "Report",
     "SharedValues",
-    "Slot",
     "StepRecord",
 ]
 
@@ -148,46 +148,60 @@ class EditBlock(msgspec.Struct, array_like=True):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """The place of one array of an item in a batch's bytes. `key` is its key in the item, `""` for the whole item."""
+    """One array of the items of a read, by its key in them; `""` if it is the whole item.
+
+    `shape` and `size` are those of one row, `offset` is where the first row of all choices begins in a batch's bytes,
+    and `stride` is how far it is from row to row. Sizes are in bytes.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
     size: int
+    offset: int
+    stride: int
 
 
-class Slot(msgspec.Struct, array_like=True):
-    """The item that is appended to one saved name in a step."""
+class Read(msgspec.Struct, array_like=True):
+    """Appends an item to a saved name in each step, for each of several choices.
+
+    If the read is `flat`, an item has one row. Else an item has a dimension of rows, which follow each other.
+    """
 
     name: str
     parts: list[Part]
+    flat: bool = True
 
 
 class LayoutEntry(msgspec.Struct, array_like=True):
-    """The saves of declared interventions for one choice.
+    """The reads of declared interventions for one choice.
 
-    `index` is the index of the token that the layout's first step samples. Each later step adds one.
+    `index` and the number of a step add up to the index of the token that the step samples. `rows` has, for each set of
+    reads that the choice takes part in, the set's place in the layout, the first row and how many rows.
     """
 
     request: str
     choice: int
     index: int
-    slots: list[Slot]
+    rows: list[tuple[int, int, int]]
 
 
 class Layout(msgspec.Struct, array_like=True):
-    """Assigns the bytes of batches to choices and names, as long as consecutive steps have the same requests."""
+    """Assigns the bytes of batches to choices and names, as long as consecutive steps have the same requests.
+
+    The reads of a set have the same rows of the same choices.
+    """
 
     id: int
+    sets: list[list[Read]]
     entries: list[LayoutEntry]
 
 
 class Batch(msgspec.Struct, array_like=True):
     """The reads of declared interventions in one step, for all requests, as bytes.
 
-    `layout` is the id of the layout that describes the bytes, and `step` counts the steps with it from 0. The bytes are
-    in `data`, or in the ring buffer at `place`, from which the link's receiver copies them to `data`.
+    `layout` is the id of the layout that describes the bytes, and `step` is the step's number. The bytes are in `data`,
+    or in the ring buffer at `place`, from which the link's receiver copies them to `data`.
     """
 
     layout: int

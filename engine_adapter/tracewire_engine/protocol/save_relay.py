@@ -44,10 +44,15 @@ class Opened(msgspec.Struct, array_like=True, tag="opened"):
 
 
 class Expected(msgspec.Struct, array_like=True, tag="expected"):
-    """Records that a host may send from now on, each by its request and its choice."""
+    """Records that a host may send from now on, each by its request and its choice.
+
+    `allowed` is how many messages the host might send before it was told of these requests (`TurnCounts`). Each of
+    theirs is of another token, so there are no tokens beyond as many as it may send more by then.
+    """
 
     host: int
     records: list[tuple[str, int]]
+    allowed: int = 0
 
 
 class Over(msgspec.Struct, array_like=True, tag="over"):

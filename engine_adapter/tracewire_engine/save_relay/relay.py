@@ -7,6 +7,7 @@ that when a host has ended, and ends the host's requests itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -59,9 +60,11 @@ _TEXT = 1000
 class _Sent:
     """What a host has sent of one choice of a request."""
 
-    __slots__ = ("ended", "index", "steps")
+    __slots__ = ("before", "ended", "index", "steps")
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
+        #: How many messages the host might send before it was told of the request.
+        self.before = before
         self.index, self.steps, self.ended = -1, 0, False
 
 
@@ -75,10 +78,10 @@ class _Host:
         #: Whether it is gone, or has sent what no host sends.
         self.refused = False
 
-    def expect(self, records: list[tuple[str, int]]) -> None:
+    def expect(self, expected: Expected) -> None:
         """Expect these records from now on."""
-        for record in records:
-            self.records.setdefault(record, _Sent())
+        for record in expected.records:
+            self.records.setdefault(record, _Sent(expected.allowed))
         self.most = max(self.most, len(self.records))
 
     def rest(self) -> Iterator[bytes | memoryview]:
@@ -149,13 +152,16 @@ class SaveRelay:
         self._hear()
         for order, _ in self._orders:
             if isinstance(order, Expected) and order.host == host.number:
-                host.expect(order.records)
+                host.expect(order)
 
     def _try(self, order: Order, descriptors: list[int]) -> None:
         try:
             self._do(order, descriptors)
         except Exception as error:  # it costs a host, and not the others
             logger.exception("the save relay could not do what it was told")
+            for one in descriptors if isinstance(order, Opened) and order.host not in self._hosts else ():
+                with contextlib.suppress(OSError):
+                    os.close(one)
             if not isinstance(order, Settings):
                 self._tell(Refused(order.host, f"the save relay failed: {error}"[:_TEXT]))
 
@@ -169,7 +175,7 @@ class SaveRelay:
             if isinstance(order, Lost):
                 self._tell(Passed(order.host, []))
         elif isinstance(order, Expected):
-            host.expect(order.records)
+            host.expect(order)
         elif isinstance(order, Over):
             self._read(host, host.rest)
             for record in order.records:
@@ -247,6 +253,10 @@ class SaveRelay:
         allowed = self._counts[host.number]
         host.checks.check_saved(saved, allowed)
         host.come += len(saved.steps)
+        for step in saved.steps:
+            sent = host.records.get((step.request, step.choice))
+            if sent is not None and step.index >= allowed - sent.before:
+                raise UntrustedReport(f"a record of token {step.index} in {allowed - sent.before} turns of its request")
         # In each step, a choice has one record.
         if host.come > allowed * host.most:
             raise UntrustedReport(f"{host.come} records in {allowed} turns of at most {host.most} requests")

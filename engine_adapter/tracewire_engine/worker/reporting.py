@@ -237,9 +237,13 @@ class StepReporter:
             return
         collected = declared.collect(self._lens)
         unsent = self.unsent
-        for one in plan.declarations if declared.stale else ():
-            declaration, index = one.declaration, one.index + plan.steps
-            if declaration.failure is not None and not declaration.reported:
+        failed = list(declared.served.failed)
+        if declared.stale:
+            step = declared.served.step
+            failed += [(one.declaration, one.index_in(step)) for one in plan.declarations if one.declaration.failure]
+        for declaration, index in failed:
+            # A negative index: the step computes a part of the prompt, and a later one reports it.
+            if not declaration.reported and index >= 0:
                 declaration.reported, declaration.failed_at = True, index
                 record = StepRecord(declaration.request, declaration.choice, index, NO_DELTAS, "error")
                 unsent.report.steps.append(record)

@@ -152,7 +152,7 @@ class TracedRequests(RequestBook):
         if block is None and edits is None and request.error is None:
             return
         if self.hosts is not None and request.error is None:
-            self._host(request_id, request, arguments, names)
+            self._host(request_id, request, arguments, names, live)
             if request.error is None:
                 return
         self.requests[request_id] = request
@@ -173,7 +173,9 @@ class TracedRequests(RequestBook):
         except BaseException as exception:  # a module or a helper's definition can raise anything, SystemExit too
             request.error = failure_of(exception, None)
 
-    def _host(self, request_id: str, request: Request, arguments: dict[str, Any], names: list[str]) -> None:
+    def _host(
+        self, request_id: str, request: Request, arguments: dict[str, Any], names: list[str], live: LiveRun
+    ) -> None:
         """Have a host run a request's blocks."""
         assert self.hosts is not None
         name, choices, tenant = arguments.get(TRACE_ARG) or (request.engine_id, 1, "")
@@ -187,7 +189,7 @@ class TracedRequests(RequestBook):
                 self.blocks.check_permit(given[BLOCK_ARG], given.get(PERMIT_ARG, b""))
             for edit in edits_of(given.get(EDITS_ARG)):
                 self.blocks.check_permit(bytes(edit.block), edit.permit)
-            self.hosts.open(request_id, request, given, (name, choices, tenant), names)
+            self.hosts.open(request_id, request, given, (name, choices, tenant), names, live)
         except (NoPermit, NotImplementedError) as error:
             request.error = failure_of(error, None)
         except OSError as error:
@@ -232,6 +234,11 @@ class TracedRequests(RequestBook):
         for request_id, own in self.scheduled.items():
             if request_id in indices and own.advance(indices[request_id]):
                 self.declared.update_live(own)
+
+    def live_of(self, request_id: str) -> LiveRun:
+        """The live parameters that the blocks of a request read."""
+        own = self.scheduled.get(request_id)
+        return own or self.live.runs.get(self.runs.get(request_id, "")) or LiveRun("")
 
     def leave(self, request_id: str) -> None:
         """Remove a request that is over from its run of live parameters."""

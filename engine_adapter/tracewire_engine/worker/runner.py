@@ -182,11 +182,9 @@ class TracewireRunner(RunnerParts):
         if self.tracewire_changed:
             self.tracewire_reporter.applied([self._applied(run, own) for run in self.tracewire_changed])
         declared = self.tracewire_declared
-        if declared.live:
+        if declared.pending:
             declared.begin(order, scheduled, scheduler_output.total_num_scheduled_tokens, states, drafts)
             model.interleaver.arm(declared.hooks)
-        elif declared.hooks:
-            declared.begin([], {}, 0, {})
         if pipeline is not None:
             for message in pipeline.take_earlier(book):
                 declared.fail_with(message.failures)

@@ -52,7 +52,7 @@ from tracewire_engine.worker.parallel.staged_mediator import StagedMediator
 
 from .blob_sender import BlobSender
 from .block_host.setup import hosted_blocks
-from .compiled_activations import compile_activations
+from .compiled_kernels import compile_kernels
 from .deferred_report import DeferredReport
 from .drafted_tokens import DraftedTokens
 from .finishing import RequestFinisher
@@ -157,8 +157,8 @@ class RunnerParts:
         """Make nnsight's envoys of vLLM's module, and the interleaver that serves them."""
         module = self.get_model()
         taps = self.vllm_config.additional_config.get("nnsight_taps", ())
-        if taps and self.device.type == "cuda":
-            compile_activations(module)
+        if taps and self.device.type == "cuda" and not self.model_config.enforce_eager:
+            compile_kernels(module, serving=lambda: self.tracewire_serving)
         interleaver = VLLMInterleaver(taps, fragments=VLLMFragments())
         model = self.nnsight_model = TracedModel(module, interleaver=interleaver)
         model.tokenizer = cached_tokenizer_from_config(self.model_config)

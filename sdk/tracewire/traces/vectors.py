@@ -7,8 +7,10 @@ knows no vectors, stays in the submission. So does one that this client's user m
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -65,13 +67,19 @@ class _Array(NamedTuple):
     checked: bool
 
 
-class _Referred(NamedTuple):
-    """A list of interventions, the large arrays in it, and the list with references in their place."""
+@dataclass(slots=True)
+class _Referred:
+    """A list of interventions, the large arrays in it, and the list with references in their place.
+
+    Attributes:
+        stored_at: when the client stored the first of the arrays, by the event loop's clock.
+    """
 
     given: Sequence[Declared]
     arrays: Mapping[ArrayRef, _Array]
     interventions: list[Declared]
     size: int
+    stored_at: float = -math.inf
 
 
 class ReferredLists:
@@ -180,13 +188,17 @@ class ReferredArrays:
             BusFull: Redis has no memory left.
             BusUnavailable: Redis does not answer.
         """
-        arrays = self._arrays if self._known is None else self._known.arrays
-        if arrays:
-            try:
-                await self._vectors.store({ref: array.payload for ref, array in arrays.items()})
-            except NotAllowed as error:
-                logger.warning("Redis does not let this client store vectors, so each trace carries its own: %s", error)
-                return self._given
+        known = self._known
+        arrays = self._arrays if known is None else known.arrays
+        if not arrays or (known is not None and known.stored_at > self._vectors.kept_since):
+            return self.interventions
+        try:
+            await self._vectors.store({ref: array.payload for ref, array in arrays.items()})
+        except NotAllowed as error:
+            logger.warning("Redis does not let this client store vectors, so each trace carries its own: %s", error)
+            return self._given
+        if known is not None:
+            known.stored_at = self._vectors.stored_at(arrays)
         return self.interventions
 
 

@@ -125,6 +125,7 @@ async def test_an_engine_with_two_adapters(own_bus: str, tmp_path: Path) -> None
         assert [one for one in engine.below if one.is_running()] == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("starts_engine")
 async def test_an_engine_that_cannot_start_ends_with_both_of_its_adapters(own_bus: str) -> None:
     """A supervisor, or Kubernetes, starts it again, which it cannot do if an adapter waits for the engine for ever."""

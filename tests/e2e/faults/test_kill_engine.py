@@ -141,7 +141,6 @@ async def test_a_killed_process_costs_an_attempt_and_nothing_else(
 
 
 @pytest.mark.full
-@pytest.mark.full
 @pytest.mark.usefixtures("starts_engine")
 async def test_a_killed_save_relay_costs_an_attempt_and_the_engine_stays(own_bus: str, tmp_path: Path) -> None:
     """The process that passes on what blocks in hosts save."""
@@ -178,12 +177,15 @@ def named(process: psutil.Process) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param((), id="one worker"),
-        pytest.param(("--tensor-parallel-size", "2"), id="two workers"),
+        pytest.param((), id="one worker", marks=pytest.mark.full),
+        pytest.param(("--tensor-parallel-size", "2"), id="two workers", marks=pytest.mark.full),
         pytest.param(
             ("--sandbox",),
             id="sandboxed",
-            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
+            ],
         ),
     ],
 )

@@ -196,6 +196,65 @@ HOST_KINDS = [
         "os.write(5, struct.pack('<IQQQ', 24 | 1 << 31, 1 << 60, 1 << 17, 1 << 21))",
     ),
     _sends("saves-nested-deep", "send(b'\\x91\\x91\\x95\\xa1r\\x00\\x00' + b'\\x91' * 100_000 + b'\\xc0', 5)"),
+    _sends(
+        "saves-nested-deeper-each-time",
+        _named(
+            """
+            for depth in range(240, 990, 5):
+                head = bytes.fromhex("9193a17391a161")
+                nested = msgspec.Raw(head + bytes([0x91]) * depth + bytes([0xC0]))
+                send(encode([[[request, 0, 0, nested, ""]]]), 5)
+            """
+        ),
+        meets="ends",
+    ),
+    _sends(
+        "saves-of-tokens-ahead",
+        _named(
+            """
+            large = msgspec.Raw(encode([["s", ["x"], bytes(60 << 20)]]))
+            for index in range(6):
+                send(encode([[[request, 0, 1000 + index, large, ""]]]), 5)
+            """
+        ),
+        meets="ends",
+    ),
+    _sends(
+        "saves-of-many-changes",
+        _named("send(encode([[[request, 0, 0, [['d', ['a', str(i)]] for i in range(1_000_000)], '']]]), 5)"),
+        meets="ends",
+    ),
+    _sends(
+        "end-of-many-changes",
+        _named("send(encode(['reported', [], [[request, 0, [['d', ['a']]] * 1_000_000]], 1, 0]))"),
+        meets="ends",
+    ),
+    _sends(
+        "end-of-many-names",
+        _named("send(encode(['reported', [], [[request, 0, [], [], {str(i): 'x' for i in range(500_000)}]], 1, 0]))"),
+        meets="ends",
+    ),
+    _sends(
+        "reply-with-many-locations",
+        "send(encode(['reply', [], [f'model.x{i}' for i in range(60_000)], False, [], None]), 3)",
+        meets="ends",
+    ),
+    _sends(
+        "reply-that-waits-less-than-no-time",
+        "send(encode(['reply', [['model.logits', -(2 ** 63)]], [], False, [], None]), 3)",
+        meets="ends",
+    ),
+    _sends(
+        "reply-nested-deep",
+        "send(encode(['reply', [], [], False, [], [msgspec.Raw(bytes([0x91]) * 600 + bytes([0xC0])), []]]), 3)",
+        meets="ends",
+    ),
+    _sends(
+        "requests-in-a-row",
+        "many = encode(['request', 'model', 'tokenizer', None])\n"
+        "os.write(3, (struct.pack('<I', len(many)) + many) * 900)",
+        meets="ends",
+    ),
     _sends("saves-for-ever", "message = encode([[]])\nwhile True: send(message, 5)"),
     _sends("saves-of-a-million-records", "send(encode([[['r', 0, 0, [], '']] * 1_000_000]), 5)"),
     _sends("saves-without-changes", _named("send(encode([[[request, 0, 7, 5, '']]]), 5)")),

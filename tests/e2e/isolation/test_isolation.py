@@ -18,18 +18,10 @@ from .kinds import Kind, marked_line, once, unique
 from .table import KINDS, mode_options, summary
 from .trial import PAUSE_S, Verdict, excess, trial, unmet
 
-#: A few kinds that inline mode contains: of values, time, saves, the process and its state.
+#: A few kinds that inline mode contains: of values, time, the process and its state.
 FEW = [
-    *("samples-too-large-in-place", "nan-once", "alarm-ignored", "catch-all-with-body", "save-del-loops"),
-    *(
-        "large-source",
-        "default-device",
-        "recursion-limit-10",
-        "modules-cleared",
-        "cwd",
-        "fork-returns",
-        "greenlet-exit",
-    ),
+    *("samples-too-large-in-place", "nan-once", "catch-all-with-body"),
+    *("default-device", "modules-cleared", "fork-returns"),
 ]
 
 #: How many blocks the short run of the fuzz has.

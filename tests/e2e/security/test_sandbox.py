@@ -53,6 +53,8 @@ def escape(model, tracer, live, port, path):
         kept.append(float(model.logits[-1].max()))
 
 
+# Starts an engine of its own.
+@pytest.mark.full
 async def test_an_engine_serves_from_the_sandbox(starts_engine: None, tmp_path: Path) -> None:
     async with EmbeddedServer.start(port=0) as server:
         with running_engine(server.url, tmp_path, "--sandbox", "--code", "any") as engine:

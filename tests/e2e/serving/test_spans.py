@@ -14,6 +14,7 @@ from tests.support.spans import collector, of_this_process, span_id
 from tracewire_bus.transport.embedded import EmbeddedServer
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("starts_engine")
 async def test_vllm_s_spans_are_below_the_run_of_a_trace(tmp_path: Path) -> None:
     provider, ended = of_this_process()

@@ -231,7 +231,9 @@ async def test_a_waiting_request_stays_waiting(engine: Any, client: Client, mode
     assert len((await waiting.result()).token_ids) == 10
 
 
-@pytest.mark.parametrize("block", [reads, edits], ids=["that reads", "that edits"])
+@pytest.mark.parametrize(
+    "block", [pytest.param(reads, marks=pytest.mark.full, id="that reads"), pytest.param(edits, id="that edits")]
+)
 async def test_paused_requests_give_their_blocks_up_and_are_computed_anew(
     engine: Any, client: Client, model: Model, block: Any
 ) -> None:

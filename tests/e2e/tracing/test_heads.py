@@ -16,6 +16,7 @@ from tests.e2e.tracing.test_declared import run
 from tests.e2e.tracing.test_patching import equal
 from tests.support import ROOT
 from tests.support.cells import run_page
+from tests.support.steering import held_up
 from tracewire import AttentionPattern, Client, HeadAblate, HeadProbe, Live, Model, Patch, Probe, TraceRejected
 
 #: Of the demo model, whose heads share keys and values in pairs.
@@ -95,9 +96,11 @@ async def test_a_patched_head_is_what_a_block_writes(client: Client, model: Mode
 
 async def test_a_live_keep_turns_a_head_off_in_the_middle(client: Client, model: Model) -> None:
     edits = [HeadAblate("heads(2)", [0, 1, 2, 3], keep=Live("keep")), HeadProbe("norms", "heads(2)", reduce="norm")]
-    async with client.trace(
-        model, "import os\n", interventions=edits, live={"keep": 1.0}, max_tokens=200, temperature=0.0, ignore_eos=True
-    ) as trace:
+    sampling = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
+    async with (
+        held_up(client, model),
+        client.trace(model, "import os\n", interventions=edits, live={"keep": 1.0}, **sampling) as trace,
+    ):
         first, asked = None, False
         async for item in trace:
             if item.type == "steered":

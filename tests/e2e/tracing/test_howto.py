@@ -132,7 +132,8 @@ async def test_the_code_of_the_page_of_errors(client: Client) -> None:
     (cell,) = blocks(DOCS / "errors.md", "python")
     scope: dict[str, Any] = {"tracewire": tracewire, "anyio": anyio, "client": client, "prompt": "def parse(text):"}
     await run_cell(cell, "<errors>", scope)
-    assert len(scope["result"].token_ids) == 64
+    # The trace samples, so it may end early.
+    assert 0 < len(scope["result"].token_ids) <= 64
     scope["prompt"] = ""
     await run_cell(cell, "<errors>", scope)
 

@@ -36,7 +36,9 @@ async def test_the_trace_in_the_readme_runs(client: Client, model: Model, engine
     body = "async def main(client, trace_id):\n    seen = []\n" + textwrap.indent(second, "    ")
     exec(body.replace("    ...", "    seen.append(event)") + "    return seen\n", scope)
     seen = await scope["main"](client, trace_id)
-    assert sum(len(event.delta["projection"]) for event in seen if event.type == "output") == 64
+    # The trace samples, so it may end early.
+    sampled = seen[-1].usage.completion_tokens
+    assert 0 < sampled == sum(len(event.delta["projection"]) for event in seen if event.type == "output")
 
 
 async def test_the_declared_interventions_in_the_readme_run(client: Client, model: Model) -> None:

@@ -16,7 +16,7 @@ from tests.support import ROOT
 from tests.support.blocks.steering import scheduled, steered
 from tests.support.cells import run_page
 from tests.support.engine_process import started_engine
-from tests.support.steering import PROMPT, direction, schedule_of, steer_along
+from tests.support.steering import PROMPT, direction, held_up, schedule_of, steer_along
 from tracewire import Client, Live, Model, Probe, Recording, Steer
 
 PATIENCE = 120
@@ -87,10 +87,11 @@ async def test_given_tokens_are_the_trace_s_tokens(client: Client, model: Model)
 
 async def test_a_recording_runs_again_the_same(client: Client, model: Model, tmp_path: Path) -> None:
     with anyio.fail_after(PATIENCE):
-        recording, items = await recorded(client, model)
-        recording.save(tmp_path / "t.twrec")
-        read = Recording.open(tmp_path / "t.twrec")
-        found = await client.replay(read)
+        async with held_up(client, model):
+            recording, items = await recorded(client, model)
+            recording.save(tmp_path / "t.twrec")
+            read = Recording.open(tmp_path / "t.twrec")
+            found = await client.replay(read)
     assert found.same, str(found)
     assert found.notes == []
     assert len(read.engine.versions["weights"]) == 32
@@ -148,7 +149,8 @@ def _change(folder: Path) -> None:
 
 async def test_forks_leave_at_their_token(client: Client, model: Model) -> None:
     with anyio.fail_after(PATIENCE):
-        recording, items = await recorded(client, model)
+        async with held_up(client, model):
+            recording, items = await recorded(client, model)
         original = recording.state().token_ids
         # Behind the changes of the recording, which a fork does not have. On a busy machine they come late.
         alphas = schedule_of(items, 0.0, TOKENS)
@@ -181,5 +183,6 @@ async def test_the_code_of_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with anyio.fail_after(PATIENCE):
-        await run_page(ROOT / "docs" / "recorder.md", {"client": client, "direction": direction(model)})
+        async with held_up(client, model):
+            await run_page(ROOT / "docs" / "recorder.md", {"client": client, "direction": direction(model)})
     assert "all 96 tokens are the same" in capsys.readouterr().out

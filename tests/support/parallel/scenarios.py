@@ -543,19 +543,19 @@ async def declared_maps_and_subspaces(client: Client, model: Model) -> Any:
 @scenario
 async def live(client: Client, model: Model) -> Any:
     """A change holds from one step on, on all ranks: the run that knew the values beforehand is the same."""
-    vector, sampling = direction(model), {**GREEDY, "max_tokens": 100}
+    vector, sampling = direction(model), {**GREEDY, "max_tokens": 200}
     async with client.trace(model, PROMPT, blocks.steered(direction=vector), live={"alpha": 0.0}, **sampling) as trace:
         items = await steer_along(trace, [3.0, -2.0, 5.5, 0.5, -4.0], 7, in_turn=True)
         result = await trace.result()
     check_order(items)
-    values = schedule_of(items, 0.0, 100)
+    values = schedule_of(items, 0.0, 200)
     assert len(set(values)) == 6
-    assert result.saves["used"][:100] == [[value, value] for value in values]
+    assert result.saves["used"][:200] == [[value, value] for value in values]
     async with client.trace(model, PROMPT, blocks.scheduled(direction=vector, schedule=values), **sampling) as trace:
         known = await trace.result()
     assert result.token_ids == known.token_ids
-    assert not same(result.saves["seen"][:100], known.saves["seen"][:100])
-    return len(result.saves["seen"]) - 100
+    assert not same(result.saves["seen"][:200], known.saves["seen"][:200])
+    return len(result.saves["seen"]) - 200
 
 
 @scenario

@@ -18,8 +18,8 @@ import torch
 from nnsight.intervention.source import install_source
 
 from tracewire_engine.link.described_objects import described
-from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, pack_value, unpack_value
-from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
+from tracewire_engine.link.shared_rows import CopiedRows, RowBytes, SharedValueError, pack_value, unpack_value
+from tracewire_engine.protocol.block_host import SOURCE, Answer, Reply, Request, Shape, Shared
 from tracewire_engine.protocol.input_files import used_file
 from tracewire_engine.worker.parallel.rank_agreement import is_parallel
 from tracewire_engine.worker.parallel.topology import OtherStage
@@ -37,6 +37,9 @@ __all__ = ["ModelAnswers"]
 
 #: How many rows all tensors of a call may have together, unless the engine has another limit.
 MOST_ROWS = 8192
+
+#: How many operations inside modules a host may wait for and observe.
+_OPERATIONS = 1 << 12
 
 #: The names of files of large variables (`input_path`).
 _INPUT = re.compile("input-[0-9a-f]{1,128}")
@@ -63,6 +66,25 @@ class ModelAnswers:
         self.others: RankLink | None = None
         #: Under pipeline parallelism, on the last stage: the earlier stages.
         self.earlier: EarlierStages | None = None
+
+    def known(self, reply: Reply) -> Reply:
+        """A host's reply, with those locations alone that the model may reach: the others are the block's own.
+
+        Raises:
+            SharedValueError: it names more of them than the model has.
+        """
+        reply.waits = [one for one in reply.waits if self._may_reach(one.location)]
+        reply.observed = [one for one in reply.observed if self._may_reach(one)]
+        # Each module has few locations, but for operations inside it.
+        most = 4 * len(self._paths) + _OPERATIONS
+        if len(reply.waits) + len(reply.observed) > most:
+            raise SharedValueError(f"it waits for {len(reply.waits)} and observes {len(reply.observed)} locations")
+        return reply
+
+    def _may_reach(self, location: str) -> bool:
+        module, inside, _ = location.partition(f".{SOURCE}.")
+        root, _, path = (module if inside else location.rpartition(".")[0]).partition(".")
+        return root == "model" and path in self._paths
 
     def answer(self, host: HostProcess, request: Request) -> Answer:
         """Do what a block has asked of the model."""

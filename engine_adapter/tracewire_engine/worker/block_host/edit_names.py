@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import unpack
+from tracewire_engine.protocol.known_edits import LIVE_LEAF
 
-from .edit_symbols import OTHER, OWN, UNBOUND, Leaf, Module, Name, Number, Numbers
+from .edit_symbols import OTHER, OWN, UNBOUND, Leaf, Module, Name, Number, Numbers, is_live
 from .reading import ModelPaths, is_container
 
 __all__ = ["EditNames", "stored"]
@@ -24,15 +25,19 @@ class EditNames(dict[str, Any]):
         block: whose names these are.
         paths: of the model's modules.
         tree: the block's source.
+        live: values of its live parameters, by name: others of these forms may take their place.
     """
 
-    def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module) -> None:
+    def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module, live: Mapping[str, Any]) -> None:
         super().__init__()
         self.variables: dict[str, Any] = unpack(block.variables)
-        #: The variables that are arrays of floating-point numbers.
-        self.arrays = frozenset([name for name, value in self.variables.items() if _is_floating(value)])
-        model, tracer, live = block.parameters
-        self |= {model: Module("model"), tracer: Name("tracer"), live: Name("live")}
+        held = [(Leaf(name), value) for name, value in self.variables.items()]
+        held += [(_of_live(name), value) for name, value in live.items()]
+        #: The variables and live parameters that are arrays of floating-point numbers; and those that are numbers.
+        self.arrays = frozenset([leaf for leaf, value in held if _is_floating(value)])
+        self.numbers = frozenset([leaf for leaf, value in held if type(value) in (int, float)])
+        model, tracer, steered = block.parameters
+        self |= {model: Module("model"), tracer: Name("tracer"), steered: Name("live")}
         self |= {name: Name(module) for name, module in block.modules.items()}
         self |= {name: Module(paths.same[f"model.{path}" if path else "model"]) for name, path in block.paths.items()}
         self |= {name: _variable(name, value) for name, value in self.variables.items()}
@@ -52,6 +57,15 @@ class EditNames(dict[str, Any]):
                 self[name] = OWN if name in self.own else OTHER
         return unbound
 
+    def live(self, name: str) -> Any:
+        """What a live parameter stands for; `OTHER` if there is none of this name, or an edit cannot use it."""
+        leaf = _of_live(name)
+        return leaf if leaf in self.arrays or leaf in self.numbers else OTHER
+
+    def forget_live(self) -> None:
+        """Forget the live parameters that names stand for: their values are those of other steps."""
+        self |= {name: OTHER for name, value in self.items() if is_live(value)}
+
     def item(self, owner: Leaf, place: ast.expr, key: Any) -> Any:
         """What an item of a variable stands for; `OTHER` if there may be none.
 
@@ -61,7 +75,7 @@ class EditNames(dict[str, Any]):
             key: what that stands for.
         """
         known = key.value if isinstance(key, Number) else place.value if isinstance(place, ast.Constant) else None
-        if type(known) not in (int, str):
+        if type(known) not in (int, str) or owner.name == LIVE_LEAF:
             return OTHER
         leaf = Leaf(owner.name, (*owner.keys, known))
         value = self.variables[leaf.name]
@@ -73,8 +87,12 @@ class EditNames(dict[str, Any]):
         return leaf
 
 
+def _of_live(name: str) -> Leaf:
+    return Leaf(LIVE_LEAF, (name,))
+
+
 def _is_floating(value: Any) -> bool:
-    """Whether a variable is an array of floating-point numbers."""
+    """Whether a value is an array of floating-point numbers."""
     return isinstance(value, np.ndarray) and value.dtype.kind in "fV"
 
 

@@ -8,8 +8,9 @@ that the request's block would be served.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,8 @@ import torch
 from nnsight.util import apply
 
 from tracewire_bus.wire.packing import unpack
-from tracewire_engine.protocol.known_edits import Edit, Operation
+from tracewire_engine.protocol.known_edits import LIVE_LEAF, Edit, Operation
+from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.tensors import to_tensors
 
 from .edit_forms import bases_of, is_by_row, is_exact, items_of
@@ -104,12 +106,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
+def leaves_of(variables: bytes, edits: Iterable[Edit], live: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
     """The values of the leaves of all of these edits, one after the other: numbers, and arrays of NumPy.
 
     Args:
         variables: of the block (`Block.variables`).
         edits: of the block.
+        live: the values of its live parameters, by name.
 
     Raises:
         UnfitLeaf: one of them is neither a number nor a vector of numbers.
@@ -117,7 +120,7 @@ def leaves_of(variables: bytes, edits: Iterable[Edit]) -> list[Any]:
     wanted = [(edit.location, leaf) for edit in edits for leaf in edit.leaves]
     if not wanted:
         return []
-    found, held = [], unpack(variables)
+    found, held = [], {**unpack(variables), LIVE_LEAF: live}
     for location, (name, *keys) in wanted:
         most = _MOST_LOGITS if location == LOGITS else _MOST_ELEMENTS
         value = held[name]
@@ -283,15 +286,27 @@ class _Request:
     Args:
         edits: of its block.
         leaves: the values of their leaves, as `leaves_of` returns them.
+        live: the live parameters of its run.
         device: where the model's values lie.
         kept: the tensors on the device, by what they are made of.
         sums: as `TracedModel` has it.
     """
 
     def __init__(
-        self, edits: Sequence[Edit], leaves: Sequence[Any], device: torch.device, kept: _Tensors, *, sums: bool
+        self,
+        edits: Sequence[Edit],
+        leaves: Sequence[Any],
+        live: LiveRun,
+        device: torch.device,
+        kept: _Tensors,
+        *,
+        sums: bool,
     ) -> None:
+        self._live, self._device, self._kept, self._sums = live, device, kept, sums
         self.edits = {edit.location: edit for edit in edits}
+        #: The locations whose edits depend on live parameters; and the values of these with which they were made.
+        self._steered = [edit.location for edit in edits if any(leaf[0] == LIVE_LEAF for leaf in edit.leaves)]
+        self._values = live.values
         self.leaves: dict[str, list[Any]] = {}
         self.programs: dict[str, _Program] = {}
         self._keys: dict[tuple[str, bool], bytes | None] = {}
@@ -302,10 +317,27 @@ class _Request:
         self.bounds.discard(0)
         rest = iter(leaves)
         for edit in edits:
-            own = [next(rest) for _ in edit.leaves]
-            self.leaves[edit.location] = own
-            tensors = [kept.of(one, device) for one in own]
-            self.programs[edit.location] = _Program(edit, tensors, sums=sums)
+            self._make(edit, [next(rest) for _ in edit.leaves])
+
+    def _make(self, edit: Edit, leaves: list[Any]) -> None:
+        self.leaves[edit.location] = leaves
+        tensors = [self._kept.of(one, self._device) for one in leaves]
+        self.programs[edit.location] = _Program(edit, tensors, sums=self._sums)
+
+    def begin_step(self) -> bool:
+        """Begin its next step. Returns whether its block does something else in it than in the step before."""
+        self.step += 1
+        changed = self.step in self.bounds
+        if self._steered and self._live.values is not self._values:
+            self._values = self._live.values
+            for location in self._steered:
+                edit, leaves = self.edits[location], self.leaves[location]
+                pairs = zip(edit.leaves, leaves, strict=True)
+                self._make(edit, [self._values[leaf[1]] if leaf[0] == LIVE_LEAF else one for leaf, one in pairs])
+                for whole in (False, True):
+                    self._keys.pop((location, whole), None)
+            changed = True
+        return changed
 
     def is_due(self, location: str) -> bool:
         """Whether its block changes something at a location in this step."""
@@ -325,7 +357,9 @@ class _Request:
         at = location, whole
         if at not in self._keys:
             edit, leaves = self.edits[location], self.leaves[location]
-            forms = [_form_of(one) for one in leaves]
+            # A number that only makes constants may be another one for each request.
+            taken = _leaves_beside_constants(edit)
+            forms = [_form_of(one) if place in taken else _kind_of(one) for place, one in enumerate(leaves)]
             fits = (is_exact(edit) or not exact) and is_by_row(edit, leaves, whole=whole)
             self._keys[at] = _encode((edit.operations, forms)) if fits else None
         return self._keys[at]
@@ -346,6 +380,19 @@ def _form_of(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray):
         return leaf
     return leaf.dtype.name, leaf.shape if leaf.ndim else leaf.tobytes()
+
+
+def _kind_of(leaf: Any) -> Any:
+    """The same, where only operations without anything of the model's take the leaf."""
+    return _form_of(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
+
+
+def _leaves_beside_constants(edit: Edit) -> set[int]:
+    """The places of the leaves that operations on the model's values take."""
+    constants = _constants(edit)
+    taken = [one for number, one in enumerate(edit.operations, 1) if number not in constants]
+    given = [argument for one in taken for argument in (*one.arguments, *one.options.values())]
+    return {one[1] for one in given if isinstance(one, list) and one[0] == "v"}
 
 
 class _Tensors:
@@ -401,10 +448,17 @@ class EditRuns:
         """How many more bytes edits may hold."""
         return MOST_HELD - sum(self._held.values())
 
-    def open(self, request: str, edits: Sequence[Edit], leaves: Sequence[Any]) -> None:
-        """Take a request with a block whose edits are known. `leaves` are as `leaves_of` returns them."""
+    def open(self, request: str, edits: Sequence[Edit], leaves: Sequence[Any], live: LiveRun) -> None:
+        """Take a request with a block whose edits are known.
+
+        Args:
+            request: its name.
+            edits: of its block.
+            leaves: as `leaves_of` returns them.
+            live: the live parameters of its run, whose values may change between two steps.
+        """
         self._held[request] = held_by(edits, leaves)
-        self._requests[request] = _Request(edits, leaves, self._device, self._tensors, sums=self._sums)
+        self._requests[request] = _Request(edits, leaves, live, self._device, self._tensors, sums=self._sums)
         self._layout = None
 
     def discard(self, request: str) -> None:
@@ -434,8 +488,7 @@ class EditRuns:
                 self._total += count
                 self._count += 1
         for one in map(self._requests.__getitem__, self._rows):
-            one.step += 1
-            if one.step in one.bounds:
+            if one.begin_step():
                 self._plans.clear()
 
     def apply(self, location: str, value: Any, *, by_request: bool) -> bool:

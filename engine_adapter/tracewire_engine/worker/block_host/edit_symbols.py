@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tracewire_engine.protocol.known_edits import Edit, Operation
+from tracewire_engine.protocol.known_edits import LIVE_LEAF, Edit, Operation
 
 __all__ = [
     "IN_PLACE",
@@ -39,6 +39,7 @@ __all__ = [
     "Unclear",
     "encoded",
     "is_known",
+    "is_live",
 ]
 
 #: Of the locations with edits, the one whose value is a tensor for certain.
@@ -148,7 +149,7 @@ class Dtype:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A variable of the block, or an item of one."""
+    """A variable of the block, or an item of one; or a live parameter, whose name is the key of `LIVE_LEAF`."""
 
     name: str
     keys: tuple[Any, ...] = ()
@@ -314,6 +315,13 @@ def _renumbered(operation: Operation, numbers: Mapping[int, int]) -> Operation:
 def is_known(argument: Any) -> bool:
     """Whether an operation can take a symbol."""
     return not isinstance(argument, Other | Module | Stream | Name | Numbers)
+
+
+def is_live(value: Any) -> bool:
+    """Whether a symbol is a live parameter, or what was made of one: a step's own value."""
+    if isinstance(value, Constant):
+        return any(map(is_live, [*value.arguments, *value.options.values()]))
+    return isinstance(value, Leaf) and value.name == LIVE_LEAF
 
 
 def encoded(edit: Growing, argument: Any) -> Any:

@@ -38,11 +38,12 @@ class EditWalk:
 
     Args:
         paths: of the model's modules.
-        arrays: the variables that are arrays of floating-point numbers.
+        arrays: the variables and live parameters that are arrays of floating-point numbers.
+        numbers: those that are numbers.
     """
 
-    def __init__(self, paths: ModelPaths, arrays: frozenset[str]) -> None:
-        self._paths, self._arrays = paths, arrays
+    def __init__(self, paths: ModelPaths, arrays: frozenset[Leaf], numbers: frozenset[Leaf]) -> None:
+        self._paths, self._arrays, self._numbers = paths, arrays, numbers
         self._edits: dict[str, Growing] = {}
         self._clock = count()
         #: Where the block is, and how many visits of locations there were.
@@ -163,16 +164,22 @@ class EditWalk:
         number = edit.emit(name, given, {key: encoded(edit, one) for key, one in options.items()})
         return Register(edit, number, self.visit)
 
+    def _is_number(self, one: Any) -> bool:
+        """Whether a symbol is a number, or what operations without errors make of numbers."""
+        if isinstance(one, Constant):
+            return (
+                one.name in ("add", "sub", "mul", "neg")
+                and not one.options
+                and all(map(self._is_number, one.arguments))
+            )
+        return (isinstance(one, Number) and type(one.value) is not bool) or one in self._numbers
+
     def _is_sure_of(self, made: Constant) -> bool:
         """Whether an operation on variables raises no error."""
-        tensors = [one for one in made.arguments if not isinstance(one, Number | Dtype)]
-        if (
-            made.options
-            or not tensors
-            or not all(isinstance(one, Constant) or one.name in self._arrays for one in tensors)
-        ):
-            return False
-        if any(isinstance(one, Leaf) and one.keys for one in tensors):
+        if self._is_number(made):
+            return True
+        tensors = [one for one in made.arguments if not isinstance(one, Number | Dtype) and not self._is_number(one)]
+        if made.options or not tensors or not all(isinstance(one, Constant) or one in self._arrays for one in tensors):
             return False
         if made.name in SURE:
             return len(made.arguments) == 1

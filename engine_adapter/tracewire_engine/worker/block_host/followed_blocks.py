@@ -12,6 +12,7 @@ from typing import Any
 
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
+from tracewire_engine.worker.blocks.live_params import LiveRun
 
 from .accounts import Accounts
 from .answers import ModelAnswers
@@ -61,6 +62,7 @@ class FollowedBlocks(BlocksOfOthers):
         arguments: dict[str, Any],
         trace: tuple[str, int, str | None],
         reserved: Iterable[str],
+        live: LiveRun,
     ) -> None:
         """Take a new request with blocks, as `HostedBlocks.open` does."""
         self.expect(request_id, arguments)

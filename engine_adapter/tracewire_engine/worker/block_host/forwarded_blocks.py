@@ -14,6 +14,7 @@ import msgspec
 from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes, SharedValueError
 from tracewire_engine.link.thread_names import name_thread
+from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.parallel.rank_sockets import RankSockets
 from tracewire_engine.worker.request_book import token_index
 
@@ -99,6 +100,7 @@ class ForwardedBlocks(BlocksOfOthers):
         arguments: dict[str, Any],
         trace: tuple[str, int, str | None],
         reserved: Iterable[str],
+        live: LiveRun,
     ) -> None:
         """Take a new request with blocks, as `HostedBlocks.open` does."""
         self.expect(request_id, arguments)

@@ -138,8 +138,11 @@ class LateTurn:
             host.owes_since = time.monotonic()
         host.turns += self.turns
         if (saves := host.saves) is not None:
-            saves.allow(host.turns + host.untrusted.ends)
+            allowed = host.turns + host.untrusted.ends
+            saves.allow(allowed, allowed - self.turns)
         host.calls.send(_encode(self._turn))
+        if host.calls.unsent:
+            host.kept_back()
 
     def drop(self) -> None:
         """Give up its rows."""
@@ -232,6 +235,7 @@ class BlockHost:
         like: another host of its kind, if there is one.
     """
 
+    # whole: what is known of a host
     def __init__(self, process: HostProcess, kind: tuple[str, bool] | None, like: BlockHost | None = None) -> None:
         self.process, self.kind, self.accounts = process, kind, JoinedAccounts()
         #: How much its blocks have to do in a step.
@@ -276,9 +280,11 @@ class BlockHost:
         #: Since when it has no trace; whether it gets none any more; and whether its end has been reported.
         self.idle_since = time.monotonic()
         self.retired = self.lost = False
-        #: What of its large arrays waits to be sent; and how many bytes of them it may have sent.
+        #: What of its large arrays waits to be sent; how many bytes of them it may have sent; and what is
+        #: called when the kernel did not take a turn whole.
         self.arrays = HostArrays()
         self.allowed: Callable[[], int] = lambda: LARGE_OF_HOST
+        self.kept_back: Callable[[], None] = lambda: None
         #: Checks what it reports; and what the save relay is told of it, once the relay has its connection.
         self.untrusted = UntrustedReports(process.large)
         self.saves: RelayedSaves | None = None

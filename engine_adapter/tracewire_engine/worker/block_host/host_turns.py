@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from tracewire_bus.wire.messages import Failure
-from tracewire_engine.link.shared_rows import CopiedRows
+from tracewire_engine.link.shared_rows import CopiedRows, SharedValueError
 from tracewire_engine.protocol.block_host import SOURCE, Reply, Request
 
 from .answers import ModelAnswers
@@ -25,10 +25,14 @@ from .report_thread import ReportThread, lost, lost_by
 from .rows import NoRoom, SharedRows, StepRows
 from .staged_step import StagedStep, StageLayout
 from .stream_visits import StreamVisits, Visit
+from .untrusted_reports import DEEPEST, values_in
 
 __all__ = ["HostTurns", "parts_of"]
 
 logger = logging.getLogger("vllm.tracewire")
+
+#: How many values of msgpack a reply may have.
+_MOST_VALUES = 1 << 16
 
 _encode = msgspec.msgpack.Encoder().encode
 _said: msgspec.msgpack.Decoder[Reply | Request] = msgspec.msgpack.Decoder(Reply | Request)
@@ -299,13 +303,20 @@ class HostTurns:
 
     def _reply(self, host: BlockHost) -> Reply | None:
         """Take what a host has said. Returns its reply, if it has come."""
-        for message in host.calls.arrived():
+        messages = host.calls.arrived()
+        if len(messages) > 1:
+            # A host waits for each answer. Others would be given while the model waits, whatever its patience is.
+            raise SharedValueError(f"it has sent {len(messages)} messages, where one was awaited")
+        for message in messages:
             said = _said.decode(message)
             if isinstance(said, Reply):
+                # What it leaves goes to other ranks, too.
+                if len(message) > DEEPEST and values_in(memoryview(message), DEEPEST, _MOST_VALUES) > _MOST_VALUES:
+                    raise SharedValueError(f"a reply of more than {_MOST_VALUES} values")
                 host.took(host.turns, host.process.given.taken)
                 host.replied_us += said.used_us
                 if host.reads is None:
-                    host.take(said)
+                    host.take(self.answers.known(said))
                 return said
             host.calls.send(_encode(self.answers.answer(host.process, said)))
         return None

@@ -19,6 +19,7 @@ from tracewire_bus.wire.messages import Failure
 from tracewire_engine.link.shared_rows import RowBytes
 from tracewire_engine.protocol.block_host import Arrived, EditsFailed, Finished, Generated, Reply, Steered
 from tracewire_engine.protocol.keys import SHARED_ARG
+from tracewire_engine.worker.blocks.live_params import LiveRun
 from tracewire_engine.worker.step_states import token_index_of
 
 from .accounts import Accounts, has_files, known_leaves
@@ -116,6 +117,7 @@ class HostedBlocks:
         arguments: dict[str, Any],
         trace: tuple[str, int, str | None],
         reserved: Iterable[str],
+        live: LiveRun,
     ) -> None:
         """Take a new request with blocks.
 
@@ -126,6 +128,7 @@ class HostedBlocks:
             trace: the name of its trace's attempt, how many choices all requests of it have together, and its tenant
                 (`None`: it shares no host).
             reserved: the names under which declared interventions of the request save.
+            live: the live parameters of its run.
 
         Raises:
             OSError: no host could be started.
@@ -134,7 +137,7 @@ class HostedBlocks:
         name, choices, tenant = trace
         self._purge()
         known = self.traces.get(name)
-        account = self._accounts.of(arguments, self._edits.room)
+        account = self._accounts.of(arguments, self._edits.room, live.values)
         while known is None or known.complete:
             found = HostedTrace(name, self._hosts.of(tenant, account), choices)
             if found.host.add(found):
@@ -145,7 +148,8 @@ class HostedBlocks:
         arrived = Arrived(request_id, arguments, list(reserved), list(account.known or ()))
         known.host.take_request(taken, arrived, account)
         if account.known:
-            self._edits.open(request_id, account.known, known_leaves(arguments, account.known))
+            leaves = known_leaves(arguments, account.known, live.values)
+            self._edits.open(request_id, account.known, leaves, live)
         if SHARED_ARG in arguments:
             known.host.share(known, _share.decode(arguments[SHARED_ARG])[0])
         self._of[request_id] = self._by_request[request.engine_id] = known

@@ -15,8 +15,9 @@ of the edit, which then raises the same error.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tracewire_bus.wire.messages import Block
@@ -69,16 +70,17 @@ class KnownEdits(NamedTuple):
     keeps: bool
 
 
-def edits_of(block: Block, paths: ModelPaths) -> KnownEdits | None:
+def edits_of(block: Block, paths: ModelPaths, live: Mapping[str, Any] = MappingProxyType({})) -> KnownEdits | None:
     """All that a block writes; `None` if that is not known from its source.
 
     Args:
         block: one that only computes (`Account.computes`).
         paths: of the model's modules.
+        live: values of its live parameters, by name. Any of the same forms may take their place.
     """
     try:
         tree = parsed(block.source)
-        finder = _Finder(block, paths, tree)
+        finder = _Finder(block, paths, tree, live)
         finder.run(tree)
         return KnownEdits(tuple(finder.walk.found()), not finder.walk.changes)
     except Exception:  # whatever a source does to this module, the model's thread goes on
@@ -88,10 +90,10 @@ def edits_of(block: Block, paths: ModelPaths) -> KnownEdits | None:
 class _Finder:
     """Goes through one block."""
 
-    def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module) -> None:
-        self._paths, self._names = paths, EditNames(block, paths, tree)
+    def __init__(self, block: Block, paths: ModelPaths, tree: ast.Module, live: Mapping[str, Any]) -> None:
+        self._paths, self._names = paths, EditNames(block, paths, tree, live)
         #: Where the block is, and what it writes.
-        self.walk = EditWalk(paths, self._names.arrays)
+        self.walk = EditWalk(paths, self._names.arrays, self._names.numbers)
 
     def run(self, tree: ast.Module) -> None:
         """Go through the block.
@@ -163,11 +165,13 @@ class _Finder:
                 self.walk.reached = (-1, False)
             # A name may stand for what the turn before has bound.
             self._names.forget(node)
+            self._names.forget_live()
             if not isinstance(node.target, ast.Name):
                 raise Unclear
             self._names[node.target.id] = STEP
             self._body(node.body)
             self._names.forget(node)
+            self._names.forget_live()
             # What follows is run in a step that depends on the loop.
             self.walk.steps = None
             self.walk.leave()
@@ -361,6 +365,9 @@ class _Finder:
             return self._stream(owner)
         if isinstance(owner, Name) and owner.what == "torch" and name in _DTYPES:
             return Dtype(name)
+        if owner == Name("live") and self.walk.steps is not None:
+            found = self._names.live(name)
+            return self.walk.doubt() if found is OTHER else found
         if isinstance(owner, Register) and name in ("dtype", "device"):
             return self.walk.operation("attribute", [owner, name], {})
         return self.walk.doubt()

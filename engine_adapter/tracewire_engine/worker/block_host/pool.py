@@ -18,7 +18,7 @@ import msgspec
 from tracewire_engine.link.host_channel import HostChannel, receive_descriptors, send_descriptors
 from tracewire_engine.link.message_memory import MessageMemory
 from tracewire_engine.link.shared_rows import RowMemory, sealed_memory
-from tracewire_engine.protocol.block_host import MOST_REPORTED, MOST_SAID, HostSettings
+from tracewire_engine.protocol.block_host import FAILED, MOST_REPORTED, MOST_SAID, HostSettings
 
 from .relay_link import SaveEnds
 
@@ -106,35 +106,70 @@ class HostProcess:
 
 
 class _Ends:
-    """The worker's ends of the connections of a host that is being started."""
+    """The worker's ends of the connections of a host that is being started.
+
+    Raises:
+        OSError: there are too many descriptors.
+    """
 
     def __init__(self) -> None:
-        calls, self._calls = socket.socketpair()
-        reports, self._reports = socket.socketpair()
+        #: What closes this process's ends, and those of the host until it has them.
+        self._own, self._others = contextlib.ExitStack(), contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self._others.close()
+            self._own.close()
+            raise
+
+    def _open(self) -> None:
+        calls, self._calls = self._pair()
+        reports, self._reports = self._pair()
         memory = MessageMemory.create(REPORTED_BYTES)
         self.calls, self.reports = HostChannel(calls, MOST_SAID), HostChannel(reports, MOST_REPORTED, memory=memory)
+        self._own.callback(self.reports.close)
         self._reported = memory.descriptor
-        saves, self._saver = socket.socketpair()
-        self.saves: SaveEnds | None = SaveEnds(saves.detach(), sealed_memory(REPORTED_BYTES))
-        self.given, self.returned = RowMemory.create(SHARED_BYTES), RowMemory.create(SHARED_BYTES)
+        saves, self._saver = self._pair()
+        saved = sealed_memory(REPORTED_BYTES)
+        self.saves: SaveEnds | None = SaveEnds(saves.detach(), saved)
+        self._own.callback(self._close_saves)
+        self.given, self.returned = self._memory(), self._memory()
         self.places, self._places = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._own.callback(os.close, self.places)
+        self._others.callback(os.close, self._places)
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        ours, theirs = socket.socketpair()
+        self._own.callback(ours.close)
+        self._others.callback(theirs.close)
+        return ours, theirs
+
+    def _memory(self) -> RowMemory:
+        made = RowMemory.create(SHARED_BYTES)
+        self._own.callback(made.close)
+        return made
+
+    def _close_saves(self) -> None:
+        if self.saves is not None:
+            self.saves.close()
 
     def hand_over(self, control: socket.socket) -> None:
-        """Give the other ends to the server of hosts."""
+        """Give the other ends to the server of hosts.
+
+        Raises:
+            OSError: the server has ended.
+        """
         sockets = [self._calls, self._reports, self._saver]
         assert self.saves is not None
         memory = [self.given.descriptor, self.returned.descriptor, self._reported, self.saves.memory]
-        send_descriptors(control, b"host", [*(one.fileno() for one in sockets), *memory, self._places])
-        for one in sockets:
-            one.close()
-        os.close(self._places)
+        try:
+            send_descriptors(control, b"host", [*(one.fileno() for one in sockets), *memory, self._places])
+        finally:
+            self._others.close()
 
     def close(self) -> None:
-        """Close them, but for those that the save relay has."""
-        os.close(self.places)
-        for one in (self.calls, self.reports, self.saves, self.given, self.returned):
-            if one is not None:
-                one.close()
+        """Close them, but for those that the save relay has. Idempotent."""
+        self._own.close()
 
 
 class HostPool:
@@ -177,7 +212,11 @@ class HostPool:
 
     def _start(self) -> None:
         ends = _Ends()
-        ends.hand_over(self._control)
+        try:
+            ends.hand_over(self._control)
+        except OSError:
+            ends.close()
+            raise
         self._starting.append(ends)
 
     def start_relay(self) -> socket.socket:
@@ -208,12 +247,15 @@ class HostPool:
         """A host for a trace. Waits for it if none was started ahead.
 
         Raises:
-            OSError: the server of hosts has ended, or does not answer.
+            OSError: the server of hosts has ended, does not answer, or could not start a host.
         """
         if not self._starting:
             self._start()
         host = self._started()
-        self.ahead()
+        try:
+            self.ahead()
+        except OSError as error:  # such as too many descriptors: the next trace may have its host all the same
+            logger.warning("no host of blocks was started ahead of need: %s", error)
         return host
 
     def _started(self) -> HostProcess:
@@ -224,7 +266,12 @@ class HostPool:
             raise TimeoutError(f"no host of blocks was started within {_FORK_S:g} s; submit the trace again") from None
         if not message:
             raise ConnectionError("the process that starts hosts of blocks has ended; see the engine's log")
-        return HostProcess(int(message), descriptors[0], self._starting.popleft(), self._large)
+        ends = self._starting.popleft()
+        said = message.decode()
+        if not descriptors:
+            ends.close()
+            raise OSError(f"no host of blocks could be started ({said.removeprefix(FAILED)}); submit the trace again")
+        return HostProcess(int(said), descriptors[0], ends, self._large)
 
     def close(self) -> None:
         """End the server and all hosts that wait."""

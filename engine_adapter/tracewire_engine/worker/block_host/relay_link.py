@@ -1,7 +1,8 @@
 """The worker's end of the save relay, the process that passes on to the adapters what hosts have saved.
 
 The worker tells the relay which records a host may send, before it tells the host of their requests. It takes no part
-in the saves themselves. When a host has ended, it asks the relay what was passed on, and ends the requests behind that.
+in the saves themselves. When a host has ended, it asks the relay what was passed on, and ends the requests behind that
+when the answer comes: it waits for none, since the relay may be busy with the saves of other hosts.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from tracewire_engine.protocol.save_relay import (
     Settings,
 )
 
-__all__ = ["RelayLate", "RelayLink", "RelayLost", "RelayedSaves", "SaveEnds"]
+__all__ = ["RelayLink", "RelayLost", "RelayedSaves", "SaveEnds"]
 
 _encode = msgspec.msgpack.Encoder().encode
 _said = msgspec.msgpack.Decoder(Passed | Refused)
 
-#: How long the worker waits for the relay: until it says what was passed on of a host, and until it takes an order; and
-#: after how long without an answer it is given up. In seconds.
-_ANSWER_S, _TAKEN_S, _SILENT_S = 5.0, 5.0, 60.0
+#: How long the worker waits until the relay takes an order; and after how long without an answer it is given up. In
+#: seconds.
+_TAKEN_S, _SILENT_S = 5.0, 60.0
 
 
 class RelayLost(ConnectionError):
@@ -48,10 +49,6 @@ class RelayLost(ConnectionError):
 
     def __init__(self) -> None:
         super().__init__("the process that passes on what blocks save has ended")
-
-
-class RelayLate(TimeoutError):
-    """The save relay has not said in time what was passed on of a host."""
 
 
 class SaveEnds(NamedTuple):
@@ -83,6 +80,9 @@ class RelayLink:
         self._next, self._open = 0, set[int]()
         #: Hosts of which the relay has not said yet what was passed on, and since when.
         self._asked: dict[int, float] = {}
+        #: What the relay has said of hosts in messages of which more come; and of other hosts, all of it.
+        self._parts: dict[int, list[Relayed]] = {}
+        self._answers: deque[tuple[int, list[Relayed]]] = deque()
         self.lost = False
         self.tell(settings, self._counts.descriptor)
 
@@ -129,20 +129,32 @@ class RelayLink:
         """Allow a host so many messages of saves in all."""
         self._counts[number] = turns
 
-    def refused(self) -> list[Refused]:
-        """The hosts that have sent what no host sends, since the last call.
+    def hear(self) -> None:
+        """Take what the relay has said, for `refused` and `answers`. Does not wait.
 
         Raises:
             RelayLost: the relay has ended.
         """
-        while self._receive(0.0) is not None:
+        while self._receive():
             pass
+
+    def refused(self) -> list[Refused]:
+        """The hosts that have sent what no host sends, since the last call."""
         found = list(self._refused)
         self._refused.clear()
         return found
 
-    def passed(self, number: int, *, trusted: bool) -> list[Relayed]:
-        """End a host's connection. Returns what was passed on of its live requests.
+    def answers(self) -> list[tuple[int, list[Relayed]]]:
+        """The numbers of hosts that `ask` was called for, with what was passed on of their live requests.
+
+        Each is returned once, when the relay has said it.
+        """
+        found = list(self._answers)
+        self._answers.clear()
+        return found
+
+    def ask(self, number: int, *, trusted: bool) -> None:
+        """End a host's connection, and ask what was passed on of its live requests.
 
         Args:
             number: of the host.
@@ -150,41 +162,26 @@ class RelayLink:
 
         Raises:
             RelayLost: the relay has ended.
-            RelayLate: the relay does not answer soon.
         """
         self.tell(Lost(number, trusted))
         self._asked[number] = time.monotonic()
-        found: list[Relayed] = []
-        while True:
-            answer = self._receive(_ANSWER_S)
-            if answer is None:
-                raise RelayLate
-            if isinstance(answer, Passed) and answer.host == number:
-                found += answer.records
-                if answer.last:
-                    return found
 
     def look(self) -> None:
         """Give the relay up if it has not answered for long."""
         if not self.lost and any(time.monotonic() - since > _SILENT_S for since in list(self._asked.values())):
             self._give_up()
 
-    @property
-    def has_refused(self) -> bool:
-        """Whether `refused` has something that has been received already."""
-        return bool(self._refused)
-
     def forget(self, number: int) -> None:
         """Forget a host that has no trace left."""
         self._open.discard(number % self._counts.places)
         self.tell(Closed(number))
 
-    def _receive(self, seconds: float) -> Passed | Refused | None:
-        """The next message, if one comes within this time."""
+    def _receive(self) -> bool:
+        """Take the next message, if one has come. Returns whether there was one."""
         if self.lost:
             raise RelayLost
-        if not self._await(select.POLLIN, seconds):
-            return None
+        if not self._await(select.POLLIN, 0.0):
+            return False
         try:
             message, _ = receive_descriptors(self._control)
         except OSError:
@@ -195,10 +192,13 @@ class RelayLink:
         said: Passed | Refused = _said.decode(message)
         if isinstance(said, Refused):
             self._refused.append(said)
-        elif said.last:
+            return True
+        self._parts.setdefault(said.host, []).extend(said.records)
+        if said.last:
             self._asked.pop(said.host, None)
             self._open.discard(said.host % self._counts.places)
-        return said
+            self._answers.append((said.host, self._parts.pop(said.host)))
+        return True
 
     def _await(self, event: int, seconds: float) -> bool:
         poll = select.poll()
@@ -242,8 +242,10 @@ class RelayedSaves:
         with self._lock:
             self._over.append((request, choice))
 
-    def allow(self, turns: int) -> None:
+    def allow(self, turns: int, before: int = 0) -> None:
         """Allow so many messages in all, before the host is told of the last turn of these.
+
+        `before` is how many were allowed before the first of these turns.
 
         If there is no relay any more, the worker hears of that from the connection, and ends the host.
         """
@@ -257,11 +259,11 @@ class RelayedSaves:
             for start in range(0, len(over), RELAYED):
                 self.link.tell(Over(self.number, over[start : start + RELAYED]))
             for start in range(0, len(expected), RELAYED):
-                self.link.tell(Expected(self.number, expected[start : start + RELAYED]))
+                self.link.tell(Expected(self.number, expected[start : start + RELAYED], before))
 
-    def end(self, *, trusted: bool) -> list[Relayed]:
-        """End the connection of a host that has ended. Returns what was passed on (see `RelayLink.passed`)."""
-        return self.link.passed(self.number, trusted=trusted)
+    def ask(self, *, trusted: bool) -> None:
+        """End the connection of a host that has ended, and ask what was passed on (see `RelayLink.ask`)."""
+        self.link.ask(self.number, trusted=trusted)
 
     def close(self) -> None:
         """Forget the host, which has no trace left."""

@@ -26,7 +26,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,12 +36,15 @@ from tracewire_engine.link.thread_names import name_thread
 from tracewire_engine.protocol.block_host import Broken, Chunk, Ready, Reported
 from tracewire_engine.protocol.block_host import Report as HostReport
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
+from tracewire_engine.protocol.save_relay import Relayed
 
+from .ended_hosts import EndedHosts
 from .gathered_reports import GatheredReports
 from .host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from .places import place_of
-from .relay_link import RelayLate, RelayLink, RelayLost
+from .relay_link import RelayLink, RelayLost
 from .save_relays import SaveRelays
+from .unsent_turns import UnsentTurns
 from .untrusted_reports import UntrustedReport
 
 if TYPE_CHECKING:
@@ -81,9 +83,13 @@ IDLE_S, IDLE = 60.0, 8
 #: for the request's output waits until the adapter has published it, and the adapter for Redis.
 _ENDING_S = 3600.0
 
+#: How long a process that ends waits for the thread, in seconds.
+_CLOSE_S = 2.0
+
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
+# whole: all that is done under one lock
 class ReportThread:
     """Passes on the reports of all hosts.
 
@@ -121,10 +127,13 @@ class ReportThread:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._relays = None if start_relay is None else SaveRelays(start_relay, self._epoll)
         self._hosts: dict[int, BlockHost] = {}
+        self._ended, self._unsent = EndedHosts(), UnsentTurns(self._epoll)
         self._gathered = GatheredReports(connect, blobs, self._hosts.values, self._end_overfull)
         #: When hosts are looked at next; and until when the model's thread does the rest.
         self._look_at = self._left_until = self._began_at = 0.0
-        threading.Thread(target=self._run, name="tracewire hosts", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tracewire hosts", daemon=True)
+        self._thread.start()
 
     def watch(self, host: BlockHost) -> None:
         """Pass on what a host reports from now on. Called before the host has a trace.
@@ -134,6 +143,7 @@ class ReportThread:
         """
         if self._relays is not None:
             host.saves = self._relays.open(host.process.take_saves())
+        host.kept_back = lambda: self.do(lambda: self._unsent.watch(host))
         self.do(lambda: self._watch(host))
 
     def lose(self, host: BlockHost) -> None:
@@ -180,8 +190,15 @@ class ReportThread:
             finally:
                 self._working.release()
 
-    def close_relays(self) -> None:
-        """End the save relays, when there are no hosts any more."""
+    def close(self) -> None:
+        """End the thread, then the save relays. Nothing is reported any more.
+
+        A process that ends in the middle of the thread's work could be aborted.
+        """
+        self._closed = True
+        self.hurry()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_S)
         if self._relays is not None:
             self._relays.close()
 
@@ -233,7 +250,7 @@ class ReportThread:
 
     def _run(self) -> None:
         name_thread("reports")
-        while True:
+        while not self._closed:
             now = time.monotonic()
             if now >= self._look_at:
                 with self._working:
@@ -244,7 +261,7 @@ class ReportThread:
                 self._hurried.wait(min(self._left_until, self._look_at) - now)
                 self._hurried.clear()
             else:
-                ready = self._epoll.poll(_LOOK_MS / 1000 if self._hosts else None)
+                ready = self._epoll.poll(_LOOK_MS / 1000 if self._hosts or self._ended else None)
                 if time.monotonic() >= self._left_until:
                     with self._working:
                         self._gather(ready)
@@ -274,6 +291,8 @@ class ReportThread:
                     self._hear(self._relays, relay)
                 elif (host := self._hosts.get(descriptor)) is not None:
                     self._read(host, events)
+                elif (host := self._unsent.at(descriptor)) is not None:
+                    self._flush(host)
             except Exception:  # it serves all traces
                 logger.exception("a report of a host of blocks could not be passed on")
 
@@ -281,6 +300,8 @@ class ReportThread:
         """End hosts that are too slow, and those that have been without a trace for long, or the longest."""
         if self._relays is not None:
             self._relays.look()
+        for host in self._ended.late():
+            self._take_passed(host, None)
         hosts = list(self._hosts.values())
         for host in hosts if self._patience_s else ():
             if host.failure is None and host.owes(self._patience_s):
@@ -340,19 +361,31 @@ class ReportThread:
                 host.late_sent += turn.turns
 
     def _hear(self, relays: SaveRelays, relay: RelayLink) -> None:
-        """End the hosts that have sent the relay what no host sends, or all of them if the relay has ended."""
-        hosts = {one.saves.number: one for one in self._hosts.values() if one.saves and one.saves.link is relay}
+        """End the hosts that have sent the relay what no host sends, or all of them if the relay has ended.
+
+        And end the requests of hosts of which the relay has said what it has passed on.
+        """
+        watched = [one for one in self._hosts.values() if one.saves and one.saves.link is relay]
+        hosts = {one.saves.number: one for one in (*watched, *self._ended.of(relay)) if one.saves}
+        gone: RelayLost | None = None
         try:
-            for refused in relay.refused():
-                if (host := hosts.get(refused.host)) is not None:
-                    host.fail(lost(f"what it saved is no save: {refused.why}", len(host.traces)))
-                    self._lose(host, trusted=False)
+            relay.hear()
         except RelayLost as error:
-            logger.error("%s; the traces of its hosts run again", error)
+            gone = error
+        for refused in relay.refused():
+            if (host := hosts.get(refused.host)) is not None and not host.lost:
+                host.fail(lost(f"what it saved is no save: {refused.why}", len(host.traces)))
+                self._lose(host, trusted=False)
+        for number, passed in relay.answers():
+            if (host := hosts.get(number)) is not None:
+                self._take_passed(host, passed)
+        if gone is not None:
+            logger.error("%s; the traces of its hosts run again", gone)
             relays.drop(relay)
             for host in hosts.values():
-                host.fail(lost(str(error), len(host.traces)), blameless=True)
+                host.fail(lost(str(gone), len(host.traces)), blameless=True)
                 self._lose(host)
+                self._take_passed(host, None)
 
     def _watch(self, host: BlockHost) -> None:
         descriptor = host.process.reports.fileno()
@@ -370,9 +403,18 @@ class ReportThread:
                 del self._hosts[descriptor]
                 with contextlib.suppress(OSError):  # it is closed, and not watched any more
                     self._epoll.unregister(descriptor)
+        self._unsent.forget(host)
+
+    def _flush(self, host: BlockHost) -> None:
+        try:
+            self._unsent.send(host)
+        except ChannelClosed as error:
+            host.fail(lost_by(error, host))
+            self._lose(host)
 
     def _close(self, host: BlockHost) -> None:
         self._unwatch(host)
+        self._ended.forget(host)
         host.process.close()
         saves, host.saves = host.saves, None
         if saves is not None and not host.lost:
@@ -380,7 +422,7 @@ class ReportThread:
 
     def _read(self, host: BlockHost, events: int) -> None:
         try:
-            if events & ~select.EPOLLIN or host.calls.unsent:
+            if events & ~select.EPOLLIN:
                 host.calls.flush()
             for message in host.process.reports.arrived():
                 if not host.lost:
@@ -430,10 +472,16 @@ class ReportThread:
             except (ChannelClosed, *_NO_REPORT):
                 pass
             self._unwatch(host)
-            _count_relayed(host, trusted=trusted)
-            if self._relays is not None and host.saves is not None and host.saves.link.has_refused:
-                # What it said of others meanwhile.
-                self.do(partial(self._hear, self._relays, host.saves.link))
+            self._ended.ask(host, trusted=trusted)
+        if host not in self._ended:
+            self._end_requests(host)
+
+    def _take_passed(self, host: BlockHost, passed: list[Relayed] | None) -> None:
+        if self._ended.take(host, passed):
+            self._end_requests(host)
+
+    def _end_requests(self, host: BlockHost) -> None:
+        """End the requests of a host that has ended."""
         requests = list(host.records.values())
         steps = []
         for one in requests:
@@ -451,7 +499,7 @@ class ReportThread:
     def _finish(self, one: HostedRequest) -> None:
         one.finished, one.finished_at = True, time.monotonic()
         host = one.trace.host
-        if one.over or not host.lost:
+        if one.over or not host.lost or host in self._ended:
             return
         one.over = True
         record = FinishRecord(one.request, one.choice, _NO_DELTAS, error=host.failure, steps=one.steps)
@@ -494,24 +542,6 @@ def _is_finish_of(host: BlockHost, finish: FinishRecord) -> bool:
     if host.saves is not None:
         host.saves.over(finish.request, finish.choice)
     return True
-
-
-def _count_relayed(host: BlockHost, *, trusted: bool) -> None:
-    """Count what the relay has passed on of the requests of a host that has ended."""
-    if host.saves is None:
-        return
-    try:
-        for passed in host.saves.end(trusted=trusted):
-            one = host.records.get((passed.request, passed.choice))
-            if one is not None:
-                one.index, one.steps = max(one.index, passed.index), one.steps + passed.steps
-                one.ended = one.ended or passed.ended
-    except (RelayLost, RelayLate):
-        # Nobody knows what was. The requests end with the step that the host was told of last.
-        for request_id, _, index in host.begun:
-            for one in host.records.values():
-                if one.id == request_id:
-                    one.index = max(one.index, index)
 
 
 def _request_of(host: BlockHost, record: StepRecord | FinishRecord) -> HostedRequest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import platform
 import sys
@@ -151,6 +152,7 @@ def _hosts_of(
 
     blobs = runner.tracewire_reporter.blobs
     reports = ReportThread(lambda: link_to(address, adapters), blobs, patience_s, start_relay)
+    atexit.register(reports.close)
     pool.ahead()
     paths = ModelPaths(settings.modules, settings.layers, settings.taps)
     visits = None if others is not None or earlier is not None else _visits(model, reports, step_s)

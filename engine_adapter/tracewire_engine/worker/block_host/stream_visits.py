@@ -217,13 +217,12 @@ class StreamVisits:
         """Have the stream wait for hosts. Returns the value as blocks leave it.
 
         Args:
-            visit: to which the value's rows are on their way.
+            visit: to which the value's rows are on their way, and that has begun.
             value: the model's.
         """
         if not self._held:
             # While the GPU waits, the thread gets the interpreter soon. The model's thread is ahead.
             set_switch_interval(_SWITCH_S)
-        visit.begin(value)
         self._number += 1
         visit.number, visit.since = self._number, time.monotonic()
         self._flags.arrive(visit.number)

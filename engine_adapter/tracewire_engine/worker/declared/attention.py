@@ -10,7 +10,7 @@ which all but one are zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,8 +18,9 @@ import torch
 
 from tracewire_bus.wire.messages import AttentionPattern
 
-from .groups import Group, LocationValues, Member, ReadGroup, Rows
+from .groups import Group, LocationValues, ReadGroup, Rows
 from .key_pool import KeyPool, KeyPools
+from .members import Member, Members
 
 __all__ = ["AttentionSite", "KeyGroup", "PatternGroup", "SiteGroup"]
 
@@ -47,10 +48,10 @@ class AttentionSite:
     steps: Callable[[], int]
     rank: int = 0
     add: Callable[[torch.Tensor], torch.Tensor] | None = None
-    agree: Callable[[list[Member]], bool] = lambda _: True
+    agree: Callable[[Iterable[Member]], bool] = lambda _: True
 
 
-def _rows_of(rows: Rows, members: list[Member], device: torch.device) -> torch.Tensor:
+def _rows_of(rows: Rows, members: Members, device: torch.device) -> torch.Tensor:
     """The position of each row in its sequence, int64 `[rows]`, in the plan's first step."""
     found = [member.at + row for member, count in zip(members, rows.counts, strict=True) for row in range(count)]
     return torch.tensor(found, dtype=torch.int64, device=device)
@@ -81,7 +82,7 @@ class SiteGroup(Group):
 class KeyGroup(SiteGroup):
     """Keeps the keys of a step's rows, for the patterns of these and of later rows."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         self.members, self.rows, self.residual, self.one = members, rows, residual, members[0].op.one
 
     def serve(self, location: LocationValues) -> None:
@@ -101,7 +102,7 @@ class KeyGroup(SiteGroup):
 class PatternGroup(ReadGroup, SiteGroup):
     """Reads for an `AttentionPattern`."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         ReadGroup.__init__(self, members, rows, residual, device)
         op = members[0].op
         self._heads = list(range(op.head_size[0])) if op.heads is None else op.heads

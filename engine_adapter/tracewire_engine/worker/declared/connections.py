@@ -10,8 +10,9 @@ import torch
 from tracewire_bus.wire.messages import Hold, Probe, When
 
 from .conditions import RowCondition, Signals, Watch, Windows
-from .groups import Group, Member
+from .groups import Group
 from .later_groups import HoldGroup
+from .members import Member
 
 if TYPE_CHECKING:
     from .ops import Declaration
@@ -27,18 +28,22 @@ def made_windows(
     return Windows(signals, spans, total, ids) if spans else None
 
 
-def connect(signals: Signals, groups: Sequence[Group], windows: Windows | None) -> bool:
-    """Connect the groups of a plan. Returns whether any of them depends on something."""
+def connect(
+    signals: Signals, groups: Sequence[Group], windows: Windows | None, declarations: Iterable[Declaration]
+) -> bool:
+    """Connect the groups of a plan of these requests. Returns whether any of them depends on something."""
     found = False
+    # Most interventions depend on nothing.
+    linked = any(one.slots or one.controls for one in declarations)
     for group in groups:
-        if group.members[0].op.one.when is not None:
-            patterns = [one.op.token_patterns for one in group.members]
+        if group.one.when is not None:
+            patterns = [op.token_patterns for op in group.members.ops()]
             members = [_conditional(one) for one in group.members]
             condition = RowCondition(signals, members, windows, group.rows.numbers, patterns)
             group.condition = None if condition.always else condition
         if isinstance(group, HoldGroup):
             group.begin(signals)
-        if isinstance(group.members[0].op.one, Probe):
+        if linked and isinstance(group.one, Probe):
             entries = _entries(group)
             group.watch = Watch(signals, entries) if entries else None
         found |= group.condition is not None or group.watch is not None or isinstance(group, HoldGroup)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 
@@ -25,7 +24,8 @@ from tracewire_bus.wire.messages import (
 )
 
 from .conditions import RowCondition, Watch, filled, on_device
-from .ops import Declaration, Op
+from .members import Member, Members
+from .ops import Op
 
 __all__ = [
     "Arrangement",
@@ -33,8 +33,8 @@ __all__ = [
     "EditGroup",
     "Group",
     "LocationValues",
-    "Member",
     "ReadGroup",
+    "ReadPart",
     "Results",
     "Rows",
     "along",
@@ -58,7 +58,10 @@ class Rows:
         self.total = total
         #: The request (the `id` of its declared interventions) and draft of each, if that is known.
         self.owners: tuple[tuple[int, int], ...] | None = None
-        rows = [row for start, count in spans for row in range(start, start + count)]
+        if self.single:
+            rows = [row for row, _ in spans]
+        else:
+            rows = [row for start, count in spans for row in range(start, start + count)]
         self.numbers = np.array(rows, np.int64)
         #: What selects them in a NumPy array: all rows of the step are its beginning.
         self.where: np.ndarray[Any, Any] | slice = slice(0, total)
@@ -76,28 +79,6 @@ class Rows:
             view.copy_(change(view))
         else:
             tensor.index_copy_(0, self.index, change(tensor.index_select(0, self.index)).to(tensor.dtype))
-
-
-class Member(msgspec.Struct, eq=False):
-    """An intervention with its rows in this composition of the batch: the first of them, and how many.
-
-    Attributes:
-        at: the place of the first of them among all rows of the intervention, which an intervention with a vector for
-            each row needs. Where the intervention reads, the first row's position in the sequence.
-        place: the intervention's place in its trace's list.
-        index: of the token that the model samples from its first row, in the plan's first step.
-        draft: the number of the draft whose row it has, from 1 on; 0 if its rows are no draft's.
-        keys: whether its rows are those whose keys are kept for an attention pattern, and are not read.
-    """
-
-    declaration: Declaration
-    op: Op
-    span: tuple[int, int]
-    at: int = 0
-    place: int = 0
-    index: int = 0
-    draft: int = 0
-    keys: bool = False
 
 
 class Group:
@@ -125,7 +106,7 @@ class Group:
     site = 0
     location = ""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         self.members = members
         self.rows = rows
         self.residual = residual
@@ -137,23 +118,33 @@ class Group:
     @cached_property
     def matrix(self) -> torch.Tensor | None:
         """The members' vectors."""
-        first = self.members[0].op.matrix
-        return first if self.shares_vectors else _stacked([one.op.matrix for one in self.members], self.rows.counts)
+        return self._stacked(lambda op: op.matrix)
 
     @cached_property
     def bias(self) -> torch.Tensor | None:
         """What is added behind them."""
-        first = self.members[0].op.bias
-        return first if self.shares_vectors else _stacked([one.op.bias for one in self.members], self.rows.counts)
+        return self._stacked(lambda op: op.bias)
 
     @cached_property
     def numbers(self) -> list[float | torch.Tensor]:
         """The members' numbers."""
-        counts, members = self.rows.counts, self.members
+        several, counts = self.members.distinct_ops(), self.rows.counts
+        if len(several) == 1:
+            return list(several[0].numbers)
+        every = self.members.ops()
         return [
-            spread([member.op.numbers[index] for member in members], counts, self.device)
-            for index in range(len(members[0].op.numbers))
+            spread([op.numbers[index] for op in every], counts, self.device) for index in range(len(every[0].numbers))
         ]
+
+    def _stacked(self, tensor: Callable[[Op], torch.Tensor | None]) -> torch.Tensor | None:
+        """A tensor of the members' interventions: one for all if they share it, else `[rows, ...]`."""
+        several = self.members.distinct_ops()
+        first = tensor(several[0])
+        if first is None or self.shares_vectors or all(tensor(op) is first for op in several):
+            return first
+        pairs = zip(self.members.ops(), self.rows.counts, strict=True)
+        found = [one for op, count in pairs if (one := tensor(op)) is not None for _ in range(count)]
+        return torch.stack(found)
 
     def prepare(self) -> None:
         """Put it all on the device, as what records the group's kernels needs."""
@@ -189,15 +180,6 @@ class Group:
             self.rows.put(half, lambda values, old=old: torch.where(mask.unsqueeze(-1), values, old))  # type: ignore[misc]
 
 
-def _stacked(tensors: Sequence[torch.Tensor | None], counts: Sequence[int]) -> torch.Tensor | None:
-    """The members' vectors: one for all if they share it, else `[rows, ...]`."""
-    first = tensors[0]
-    if first is None or all(tensor is first for tensor in tensors):
-        return first
-    repeated = [tensor for tensor, count in zip(tensors, counts, strict=True) for _ in range(count)]
-    return torch.stack(repeated)
-
-
 def spread(numbers: Sequence[float], counts: Sequence[int], device: torch.device) -> float | torch.Tensor:
     """The members' numbers: one for all if they share it, else `[rows]`."""
     if all(number == numbers[0] for number in numbers):
@@ -227,7 +209,7 @@ class Collector:
 
     def __init__(
         self,
-        members: list[Member],
+        members: Sequence[Member],
         rows: Rows,
         one: Reading,
         sites: int,
@@ -297,6 +279,11 @@ class Collector:
         """Drop the values of the step."""
         self.found = [None] * len(self.found)
 
+    def distinct_ops(self) -> list[Op]:
+        """The interventions that any of the members has."""
+        members = self.members
+        return members.distinct_ops() if isinstance(members, Members) else [one.op for one in members]
+
     def described(self) -> list[tuple[str, int, int]]:
         """The request and choice of each member, and its rows of the result."""
         return [
@@ -333,6 +320,20 @@ Results: TypeAlias = list[tuple[Collector, dict[str, torch.Tensor]]]
 """The reads of the collectors of a step, in the order of the collectors."""
 
 
+class ReadPart(NamedTuple):
+    """A tensor of what a collector reads: where its first row begins, and how far it is from row to row, in bytes."""
+
+    key: str
+    values: torch.Tensor
+    offset: int
+    stride: int
+
+    @property
+    def size(self) -> int:
+        """How many bytes a row has."""
+        return _row_bytes(self.values)
+
+
 class Arrangement:
     """The place of each row of the reads in the one buffer that leaves the device.
 
@@ -344,8 +345,8 @@ class Arrangement:
     def __init__(self, results: Results) -> None:
         #: The tensors of the collectors of each block.
         self._blocks: list[list[torch.Tensor]] = []
-        #: By collector and part: the tensor, where its first row begins, and from row to row, in bytes.
-        self.places: list[tuple[Collector, list[tuple[str, torch.Tensor, int, int]]]] = []
+        #: Of each part of what a collector reads.
+        self.places: list[tuple[Collector, list[ReadPart]]] = []
         offset = 0
         for _, block in itertools.groupby(results, _beside):
             found = list(block)
@@ -354,7 +355,7 @@ class Arrangement:
                 for collector, parts in found:
                     places = []
                     for name, values in parts.items():
-                        places.append((name, values, offset, _row_bytes(values)))
+                        places.append(ReadPart(name, values, offset, _row_bytes(values)))
                         offset += values.nbytes
                         self._blocks.append([values])
                     self.places.append((collector, places))
@@ -363,7 +364,7 @@ class Arrangement:
             for collector, parts in found:
                 places = []
                 for name, values in parts.items():
-                    places.append((name, values, column, stride))
+                    places.append(ReadPart(name, values, column, stride))
                     column += _row_bytes(values)
                 self.places.append((collector, places))
             self._blocks.append(tensors)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .groups import Group, LocationValues, Member, ReadGroup, Rows, column
+from .groups import Group, LocationValues, ReadGroup, Rows, column
+from .members import Members
 
 __all__ = ["HeadAblateGroup", "HeadReadGroup", "HeadSlots", "replace_heads", "slots_of"]
 
@@ -93,7 +94,7 @@ def replace_heads(
 class HeadReadGroup(ReadGroup):
     """Reads for a `HeadProbe`."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         self._slots = slots_of(self)
 
@@ -113,7 +114,7 @@ class HeadAblateGroup(Group):
     edits = True
     by_head = True
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         self._slots = slots_of(self)
         heads, size = len(self._slots.heads), self._slots.size

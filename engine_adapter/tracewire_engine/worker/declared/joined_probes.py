@@ -79,11 +79,15 @@ def join_probes(groups: Iterable[object], buffers: TapBuffers) -> list[JoinedPro
     """The probes among the groups of a plan that can be read together. A probe that has none beside it is left out."""
     alike: dict[Hashable, list[ReadGroup]] = {}
     for group in groups:
-        if type(group) is ReadGroup and _can_join(group, buffers.width):
-            bias, matrix = group.bias, group.matrix
-            assert matrix is not None
-            shapes = matrix.shape, None if bias is None else bias.shape
-            alike.setdefault((id(group.rows), group.residual, group.members[0].op.key, shapes), []).append(group)
+        if type(group) is not ReadGroup:
+            continue
+        try:
+            key = _key(group, buffers.width)
+        except Exception:  # its vectors do not fit the device: it is served by itself, and fails there
+            logger.exception("the probes of a location cannot be read with others")
+            continue
+        if key is not None:
+            alike.setdefault(key, []).append(group)
     return [
         JoinedProbes(sorted(found, key=lambda group: buffers.place(group.location)))
         for found in alike.values()
@@ -91,14 +95,18 @@ def join_probes(groups: Iterable[object], buffers: TapBuffers) -> list[JoinedPro
     ]
 
 
-def _can_join(group: ReadGroup, width: int) -> bool:
+def _key(group: ReadGroup, width: int) -> Hashable | None:
+    """What groups have in common that can be read together; `None` if this one is read by itself."""
     one = group.one
     if not isinstance(one, Probe) or group.matrix is None or group.matrix.shape[-1] != width:
-        return False
+        return None
     if group.condition is not None or group.watch is not None:
-        return False
+        return None
     # The mean of one row is the row.
-    return one.reduce != "mean" or group.rows.single
+    if one.reduce == "mean" and not group.rows.single:
+        return None
+    shapes = group.matrix.shape, None if group.bias is None else group.bias.shape
+    return id(group.rows), group.residual, group.members[0].op.key, shapes
 
 
 def read_joined(joined: list[JoinedProbes], buffers: TapBuffers) -> frozenset[int]:

@@ -16,9 +16,10 @@ from tracewire_bus.wire.messages import (
 )
 
 from .attention import KeyGroup, PatternGroup
-from .groups import EditGroup, Group, Member, ReadGroup
+from .groups import EditGroup, Group, ReadGroup
 from .heads import HeadAblateGroup, HeadReadGroup
 from .later_groups import CoordinatesGroup, FeaturesGroup, HoldGroup, LensGroup, ProjectGroup, SteerFeaturesGroup
+from .members import Member
 from .patches import KeepGroup, PatchGroup
 
 __all__ = ["group_kind"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -13,7 +13,8 @@ from tracewire_engine.worker.parallel.rank_agreement import RanksDiffer
 
 from .conditions import Signals, on_device
 from .device_autoencoder import DeviceAutoencoder, Gather
-from .groups import EditGroup, Group, LocationValues, Member, ReadGroup, Rows, along, column, project
+from .groups import EditGroup, Group, LocationValues, ReadGroup, Rows, along, column, project
+from .members import Member, Members
 
 __all__ = [
     "CoordinatesGroup",
@@ -77,7 +78,7 @@ class FeatureGroup(Group):
         assert found is not None
         return found
 
-    def across(self, rank: int, add: Add | None, agree: Callable[[list[Member]], bool]) -> None:
+    def across(self, rank: int, add: Add | None, agree: Callable[[Iterable[Member]], bool]) -> None:
         """Have the group exchange with other ranks: `add` adds up a tensor of all ranks, if they `agree` to do so."""
         if self.sae.ranks > 1 and add is not None:
             self.gather = partial(_gathered, self.members, rank, self.sae.ranks, add, agree)
@@ -94,7 +95,7 @@ class FeatureGroup(Group):
 
 
 def _gathered(
-    members: list[Member], rank: int, ranks: int, add: Add, agree: Callable[[list[Member]], bool], mine: torch.Tensor
+    members: Members, rank: int, ranks: int, add: Add, agree: Callable[[Iterable[Member]], bool], mine: torch.Tensor
 ) -> torch.Tensor:
     """The tensors of all ranks: `[ranks, ...]`."""
     found = mine.new_zeros(ranks, *mine.shape)
@@ -108,7 +109,7 @@ def _gathered(
 class FeaturesGroup(FeatureGroup, ReadGroup):
     """Reads for a `Features`: the activations of chosen features, or the greatest ones with their features."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         chosen = self.one.indices is not None
         self.recordable = not self.sae.streams(chosen=chosen) and not self.sae.exchanges(chosen=chosen)
@@ -125,7 +126,7 @@ class FeaturesGroup(FeatureGroup, ReadGroup):
 class SteerFeaturesGroup(FeatureGroup, EditGroup):
     """Edits for a `SteerFeatures`."""
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         self.recordable = not self.sae.streams(chosen=True) and not self.sae.exchanges(chosen=True)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from .kept_rows import KeptRows
 from .prepared import prepare, spanning_rows
 from .vector_cache import VectorCache
 
-__all__ = ["Declaration", "DecodedCache", "Op", "is_early", "probes_of"]
+__all__ = ["Declaration", "DecodedCache", "Kind", "Op", "is_early", "probes_of"]
 
 _placed = decoder(list[Placed])
 _NO_PROBES: Final[Mapping[str, Probe]] = MappingProxyType({})
@@ -73,12 +74,14 @@ class Decoded:
         reads: whether any saves, and the names under which they do.
         locations: where they are.
         connected: the places of those that depend on what earlier steps leave.
+        kind: of the list of them.
     """
 
-    __slots__ = ("connected", "locations", "names", "ops", "placed", "reads")
+    __slots__ = ("connected", "kind", "locations", "names", "ops", "placed", "reads")
 
     def __init__(self, placed: list[Placed], ops: list[Op]) -> None:
         self.placed, self.ops = placed, ops
+        self.kind = kind_of(ops)
         self.reads = any(op.reads for op in ops)
         self.names = [str(getattr(op.one, "name", "")) for op in ops if op.reads]
         self.locations = [location for op in ops for location, _ in op.sites]
@@ -163,12 +166,7 @@ class Op:
         self.numbers: tuple[float, ...] = ()
         key: tuple[Any, ...] = ()
         if isinstance(one, Probe):
-            key = (one.activation, one.reduce)
-            if one.weight is not None:
-                self.matrix = vectors.get("rows", one.weight, np.atleast_2d)
-                key += (tuple(one.weight.shape), one.bias is not None)
-            if one.bias is not None:
-                self.bias = vectors.get("bias", one.bias, lambda bias: bias.reshape(-1))
+            key = self._prepare_probe(one, vectors)
         elif isinstance(one, LogitLens | AttentionPattern):
             key = (one.top_k,)
         elif isinstance(one, Steer):
@@ -216,6 +214,15 @@ class Op:
             return None
         return self.each_token, self.reads, isinstance(one, Hold), str(getattr(one, "positions", ""))
 
+    def _prepare_probe(self, one: Probe, vectors: VectorCache) -> tuple[Any, ...]:
+        if one.bias is not None:
+            self.bias = vectors.get("bias", one.bias, lambda bias: bias.reshape(-1))
+        if one.weight is None:
+            return one.activation, one.reduce
+        self.matrix = vectors.get("rows", one.weight, np.atleast_2d)
+        # One number may be the bias of several rows.
+        return one.activation, one.reduce, tuple(one.weight.shape), None if self.bias is None else len(self.bias)
+
     def _prepare_patch(self, one: Patch, vectors: VectorCache) -> tuple[Any, ...]:
         self.numbers = (float(one.strength),)  # type: ignore[arg-type]
         if one.prompt is not None:
@@ -223,6 +230,25 @@ class Op:
         make = partial(_rows_of, 1 if self.heads is None else len(self.heads))
         self.matrix = vectors.get(f"rows of {self.heads and len(self.heads)}", one.values, make)
         return (self.matrix.shape[-1],)
+
+
+class Kind:
+    """What lists of interventions have in common whose members can share groups: all of them have the same object."""
+
+    __slots__ = ("__weakref__",)
+
+
+#: The kinds of lists that are in use, by the `grouping` of each intervention.
+_kinds: WeakValueDictionary[tuple[Any, ...], Kind] = WeakValueDictionary()
+
+
+def kind_of(ops: Sequence[Op]) -> Kind:
+    """The kind of a list of interventions."""
+    groupings = tuple([op.grouping for op in ops])
+    found = _kinds.get(groupings)
+    if found is None:
+        found = _kinds[groupings] = Kind()
+    return found
 
 
 class Declaration:
@@ -234,7 +260,7 @@ class Declaration:
         self.live = live
         self._decoded = decoded.get(encoded, live)
         #: The interventions: those that other requests share, or its own once a live parameter has changed.
-        self.ops = self._decoded.ops
+        self.ops, self.kind = self._decoded.ops, self._decoded.kind
         #: By the place of an intervention: the slot of its condition on a probe; and of a controller, the slots of its
         #: probe's value and of its state. And the slot of the last token ids, if a condition needs them.
         self.slots: dict[int, int] = {}
@@ -263,11 +289,9 @@ class Declaration:
                 ops[place] = Op(placed, self.live.values, vectors, probes_of(every))
                 self.ops = ops
                 found = True
+        if found:
+            self.kind = kind_of(ops)
         return found
-
-    def same_as(self, other: Declaration) -> bool:
-        """Whether another request has the very same interventions."""
-        return self.ops is other.ops
 
     def attach(self, signals: Signals) -> None:
         """Take slots for what steps leave for later ones."""

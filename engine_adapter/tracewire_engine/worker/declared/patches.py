@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .groups import Group, LocationValues, Member, Rows, column, spread
+from .groups import Group, LocationValues, Rows, column, spread
 from .heads import replace_heads, slots_of
+from .members import Members
 from .ops import Op
 
 __all__ = ["KeepGroup", "PatchGroup"]
@@ -17,7 +18,7 @@ class KeepGroup(Group):
     #: It runs in steps of prompts only.
     steady = False
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         self._slots = slots_of(self) if members[0].op.heads is not None else None
 
@@ -37,7 +38,7 @@ class PatchGroup(Group):
 
     edits = True
 
-    def __init__(self, members: list[Member], rows: Rows, residual: bool, device: torch.device) -> None:
+    def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
         #: float32 `[rows, width]`: the new value of each row. It is not spread before the location is reached.
         self._sources = [(member.op, member.at) for member in members]

@@ -12,6 +12,7 @@ in that order. They run before a block is served at the same location.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -28,31 +29,24 @@ from tracewire_engine.worker.step_states import computed_tokens
 from .attention import AttentionSite, SiteGroup
 from .conditions import Signals, Windows
 from .connections import connect, made_windows
-from .drafted_rows import Served, pieces_of
+from .drafted_rows import Served
 from .gathering import Gathering
 from .graph_proof import BothGraphs, GraphProof, put_back, tensors_in
-from .groups import (
-    Arrangement,
-    Collector,
-    Group,
-    LocationValues,
-    Member,
-    ReadGroup,
-    Results,
-    raw,
-    tensors_of,
-)
+from .groups import Arrangement, Collector, Group, LocationValues, ReadGroup, Results, raw, tensors_of
 from .joined_probes import JoinedProbes, join_probes, read_joined
 from .key_pool import KeyPools
 from .kinds import group_kind
 from .later_groups import FeatureGroup
 from .layouts import made_layout
+from .members import Member
 from .ops import Declaration, DecodedCache
 from .recorded_plans import KernelRecorder, RecordedKernels
-from .spans import Chunk
+from .served_requests import ServedRequests
 from .tap_buffers import StepTable, TapBuffers
 
 __all__ = ["DeclaredRequests", "LocationHook"]
+
+logger = logging.getLogger("vllm.tracewire")
 
 #: After how many steps a plan is recorded. Recording costs about as much as it saves in that many steps.
 RECORD_AFTER = 8
@@ -107,8 +101,12 @@ class LocationHook:
             for group in self.groups:
                 group.serve(values)
 
-        for group in self.groups:
-            group.prepare()
+        try:
+            for group in self.groups:
+                group.prepare()
+        except Exception:  # they then fail by themselves
+            logger.exception("the interventions at %s could not be prepared for a CUDA graph", self.location)
+            return False
         self._recorded = self._owner.recorders[False].record(serve)
         if self._recorded is None and self._owner.plan is not None:
             self._owner.plan.again()
@@ -186,8 +184,6 @@ class _Plan:
         self.steady = False
         self.steps = 0
         self.layout: Layout | None = None
-        #: The step of the plan in which the layout was made.
-        self.laid_out = 0
         #: Whether its hooks can be recorded as CUDA graphs; how many recordings were launched in the step under way.
         self.recordable = True
         self.replayed = 0
@@ -210,14 +206,6 @@ class _Plan:
         #: By `buffered`.
         self.joins = {False: _Join(), True: _Join()}
 
-    def serve(self, declaration: Declaration, chunk: Chunk, drafts: int) -> Iterator[tuple[int, Chunk]]:
-        """Add a request that has so many drafts in the step. Returns its rows (`pieces_of`)."""
-        end = chunk.first + chunk.count
-        self.declarations.append(Served(declaration, end, end - drafts - chunk.prompt, drafts))
-        self.reads |= declaration.reads
-        self.steady &= chunk.first >= chunk.prompt and not drafts
-        return pieces_of(chunk, drafts)
-
     @property
     def groups(self) -> Iterator[Group]:
         """Its groups at all locations."""
@@ -227,13 +215,21 @@ class _Plan:
         """Read the probes that can be read together. Returns the ids of the groups that have been read."""
         return read_joined(self._joined_in(buffers), buffers)
 
-    def prepare_reads(self, buffers: TapBuffers | None) -> None:
-        """Put on the device what reads need: what is made while kernels are recorded is there when they have run."""
-        for group in self.groups:
-            if isinstance(group, ReadGroup):
-                group.prepare()
-        for one in self._joined_in(buffers) if buffers is not None else ():
-            one.prepare()
+    def prepare_reads(self, buffers: TapBuffers | None) -> bool:
+        """Put on the device what reads need: what is made while kernels are recorded is there when they have run.
+
+        Returns whether that worked. If not, each read fails by itself.
+        """
+        try:
+            for group in self.groups:
+                if isinstance(group, ReadGroup):
+                    group.prepare()
+            for one in self._joined_in(buffers) if buffers is not None else ():
+                one.prepare()
+        except Exception:  # such as out of memory
+            logger.exception("the reads of a step could not be prepared for a CUDA graph")
+            return False
+        return True
 
     def _joined_in(self, buffers: TapBuffers) -> list[JoinedProbes]:
         if self.joined is None:
@@ -301,6 +297,7 @@ class DeclaredRequests:
         self.head_rows = 0
         #: What steps leave for later ones; and what returns the token ids of the step under way, on the device.
         self.signals = Signals(device)
+        self.served = ServedRequests(self.signals)
         self.ids: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.int32)
         self._device = device
         self._layouts = 0
@@ -345,6 +342,7 @@ class DeclaredRequests:
         """Remove and return the declared interventions of a request that is over; `None` if it has none."""
         found = self.live.pop(request_id, None)
         if found is not None:
+            self.served.forget(request_id)
             self._end_step()
             found.detach(self.signals)
             self.stale = True
@@ -399,6 +397,11 @@ class DeclaredRequests:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
+    @property
+    def pending(self) -> bool:
+        """Whether the next step must begin here: a request is live, or the last one has gone since the step before."""
+        return bool(self.live) or self.plan is not None
+
     def begin(
         self,
         req_ids: list[str],
@@ -416,6 +419,7 @@ class DeclaredRequests:
             self.plan, self.hooks = None, {}
             return
         self.total = total
+        self.served.step += 1
         plan = self.plan
         computed = computed_tokens(states, req_ids)
         counts = [scheduled.get(request_id, 0) for request_id in req_ids]
@@ -428,8 +432,9 @@ class DeclaredRequests:
             or plan.counts != counts
             or any(computed[place] != plan.computed[place] + 1 for place in plan.places)
         ):
-            plan = self.plan = self._build(req_ids, counts, total, states, computed, drafts)
+            # What fails while it is made makes it outdated.
             self.stale = False
+            plan = self.plan = self._build(req_ids, counts, total, states, computed, drafts)
         else:
             plan.computed = computed
             plan.steps += 1
@@ -512,22 +517,14 @@ class DeclaredRequests:
         drafts: Mapping[str, Sequence[int]],
     ) -> _Plan:
         plan = _Plan()
-        plan.req_ids, plan.computed, plan.counts, plan.steady = list(req_ids), computed, counts, True
+        plan.req_ids, plan.computed, plan.counts = list(req_ids), computed, counts
         plan.places = [place for place, request_id in enumerate(req_ids) if request_id in self.live]
-        if self.plan is not None:
-            for served in self.plan.declarations:
-                earlier = served.declaration
-                earlier.seen = max(earlier.seen, served.end - served.rejected + self.plan.steps)
-        gathering = Gathering(self.fail)
-        start = 0
-        for request_id, first, count in zip(req_ids, computed, counts, strict=True):
-            declaration = self.live.get(request_id)
-            if declaration is not None and count and declaration.failure is None:
-                chunk = Chunk(start, first, count, states[request_id].num_prompt_tokens)
-                declaration.begin_rows(self.signals, start, count, first)
-                for draft, piece in plan.serve(declaration, chunk, len(drafts.get(request_id, ()))):
-                    gathering.add(declaration, piece, draft)
-            start += count
+        gathering, served = Gathering(self.fail, self.served.step), self.served
+        order = zip(req_ids, computed, counts, strict=True)
+        plan.declarations = served.serve(self.live, order, states, drafts, gathering)
+        served.settle(self.plan.declarations if self.plan is not None else ())
+        plan.steady = all(one.generates for one in plan.declarations)
+        plan.reads = any(one.declaration.reads for one in plan.declarations)
         for members, rows in gathering.groups(total, self._device):
             op = members[0].op
             collector = None
@@ -552,8 +549,9 @@ class DeclaredRequests:
                     group.across(*self.shards, partial(self.agree, location))
                 hook.groups.append(group)
         plan.take(gathering)
-        plan.windows = made_windows(self.signals, [one.declaration for one in plan.declarations], total, self.ids)
-        plan.conditional = connect(self.signals, list(plan.groups), plan.windows)
+        declarations = [one.declaration for one in plan.declarations]
+        plan.windows = made_windows(self.signals, declarations, total, self.ids)
+        plan.conditional = connect(self.signals, list(plan.groups), plan.windows, declarations)
         return plan
 
     def _attention(self, plan: _Plan, location: str) -> AttentionSite:
@@ -629,7 +627,7 @@ class DeclaredRequests:
                     join.kernels.replay()
                 for collector in plan.collectors:
                     collector.reset()
-                return None, _batch(plan), join.flat
+                return None, _batch(plan, self.served.step), join.flat
             if not join.tried and (not plan.buffered or plan.steps >= RECORD_AFTER):
                 join.tried = True
                 self._record_join(plan, join, lens)
@@ -651,9 +649,8 @@ class DeclaredRequests:
         changed = None
         if plan.layout is None or self.stale:
             self._layouts += 1
-            changed = plan.layout = made_layout(self._layouts, plan.declarations, plan.steps, arrangement)
-            plan.laid_out = plan.steps
-        return changed, _batch(plan), arrangement.join()
+            changed = plan.layout = made_layout(self._layouts, plan.declarations, arrangement)
+        return changed, _batch(plan, self.served.step), arrangement.join()
 
     def _record_join(self, plan: _Plan, join: _Join, lens: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Record the joining of the reads, which are at the same addresses in every replayed step."""
@@ -672,7 +669,8 @@ class DeclaredRequests:
             joined.append(Arrangement(results).join())
 
         buffered = plan.unread
-        plan.prepare_reads(self.buffers)
+        if not plan.prepare_reads(self.buffers):
+            return
         join.kernels = self.recorders[plan.head_rows > 0].record(launch)
         # The step under way still needs its reads and its windows: recording launches nothing.
         plan.unread = buffered
@@ -718,6 +716,6 @@ def _taken(plan: _Plan) -> list[torch.Tensor | None]:
     return found
 
 
-def _batch(plan: _Plan) -> Batch:
+def _batch(plan: _Plan, step: int) -> Batch:
     assert plan.layout is not None
-    return Batch(layout=plan.layout.id, step=plan.steps - plan.laid_out)
+    return Batch(layout=plan.layout.id, step=step)

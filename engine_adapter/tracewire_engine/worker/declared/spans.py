@@ -12,7 +12,7 @@ from .ops import Declaration, Op
 __all__ = ["Chunk", "spans_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """What a step computes of a request: `count` positions from `first` on, whose rows begin at `start`.
 

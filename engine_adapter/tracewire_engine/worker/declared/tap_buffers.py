@@ -125,10 +125,10 @@ class StepTable:
         found = self._places.get(id(group.members))
         if found is None:
             # Requests that bring the same interventions share them.
-            of_ops = {op: self._pool.place(op) for op in dict.fromkeys([member.op for member in group.members])}
+            of_ops = {op: self._pool.place(op) for op in group.members.distinct_ops()}
             if None in of_ops.values():
                 return None
-            of_members = [of_ops[member.op] for member in group.members]
+            of_members = [of_ops[op] for op in group.members.ops()]
             found = np.repeat(np.array(of_members, np.int32), group.rows.counts)
             self._places[id(group.members)] = found
         places[group.rows.where] = found

@@ -133,7 +133,15 @@ async def test_a_list_that_comes_again_is_looked_at_once(
         looks.append(one)
         return referring(self, one, where)
 
+    stores: list[int] = []
+    store = Vectors.store
+
+    async def stored(self: Vectors, payloads: Any) -> None:
+        stores.append(len(payloads))
+        await store(self, payloads)
+
     monkeypatch.setattr(ReferredArrays, "_referring", noted)
+    monkeypatch.setattr(Vectors, "store", stored)
     taken, same = Taken(), [one for one in declared() if not isinstance(one, Ablate)]
     async with engine(taken, **NEW):
         await client.models.get("tiny", timeout=PATIENCE)
@@ -148,10 +156,13 @@ async def test_a_list_that_comes_again_is_looked_at_once(
         # Redis may have lost the arrays.
         client._session.open_bus().vectors.forget()
         await run(client, same)
+        before = len(stores)
+        await run(client, same)
+        assert len(stores) == before
     assert [len(one) for one in writes] == [2, 1, 3]
     changed = vector(0)
     changed[7] = 9.0
-    assert [float(arrays[0][7]) for arrays in taken.arrays] == [float(vector(0)[7])] * 3 + [9.0] * 2
+    assert [float(arrays[0][7]) for arrays in taken.arrays] == [float(vector(0)[7])] * 3 + [9.0] * 3
     assert all(np.array_equal(arrays[1], vector(0)) for arrays in taken.arrays)
 
 

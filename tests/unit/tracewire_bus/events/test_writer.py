@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from tests.support.redis.proxy import proxy
@@ -108,3 +109,28 @@ async def test_while_redis_is_away_reading_and_appending_wait(bus: Bus, prefix: 
             way.away = False
             assert_whole(await rest(subscription), "t", 5)
         assert_whole(late[0], "t", 5)
+
+
+def test_on_uvloop_a_check_that_is_due_at_once_stops_no_writer(
+    embedded: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with Bus.open(embedded, prefix=prefix) as bus, bus.writer() as writer:
+            for seq in range(20):
+                await writer.append("t", 1, seq, f"t {seq}".encode())
+                # uvloop's timers that are due within half a millisecond do not know when they ring.
+                writer.restorer.check_at = anyio.current_time() + 0.0003
+                writer._wanted.notify()
+                await anyio.lowlevel.checkpoint()
+            await writer.append("t", 1, 20, b"t 20", final=True)
+            assert_whole(await rest(bus.read("t")), "t", 20)
+            # Nor does a timer that rings somewhat early leave the writer without one.
+            for early_s in (0.0003, 0.0006, 0.0013):
+                due = writer.restorer.check_at = anyio.current_time() + early_s
+                writer._wanted.notify()
+                with anyio.fail_after(20):
+                    while writer.restorer.check_at == due:
+                        await anyio.lowlevel.checkpoint()
+
+    anyio.run(main, backend_options={"use_uvloop": True})
+    assert not caplog.records

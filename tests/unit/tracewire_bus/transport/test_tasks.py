@@ -8,6 +8,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from tests.support.failed_tasks import failed_tasks
 from tracewire_bus.transport.tasks import OwnedTask, PerTickLimiter, Refreshed, Signal
 
 
@@ -121,6 +122,9 @@ async def test_a_background_task_that_fails_says_so_at_once_and_begins_anew(
     assert [(level, traceback) for level, _, traceback in said] == [("ERROR", True), ("ERROR", False)]
     assert "the task that fails failed" in said[0][1]
     assert "failure 1" in said[0][1]
+    # Had it failed by a mistake of ours, its test would fail (`conftest.py`).
+    assert not failed_tasks(said[0][1])
+    assert failed_tasks(f"2026 ERROR {said[0][1].replace('ValueError', 'AttributeError')}\nmore")
     await task.aclose()
     assert begun == 3
 

@@ -75,3 +75,13 @@ async def test_the_earlier_end_counts() -> None:
     for index, ended in ((0, ""), (2, "error"), (1, "stop")):
         pending.step(StepRecord("r", 0, index, NOTHING, ended), 0.0)
     assert (pending.choices[0].ended, pending.choices[0].ended_at) == ("stop", 1)
+
+
+def test_a_record_in_the_place_of_another_counts_once() -> None:
+    """A process of blocks can report one token again and again."""
+    large, small = (msgspec.Raw(msgspec.msgpack.encode([["s", ["x"], bytes(size)]])) for size in (1 << 16, 1))
+    once, again = PendingRecords(1), PendingRecords(1)
+    once.step(StepRecord("r", 0, 7, small), 0.0)
+    for deltas in (small, large, small):
+        again.step(StepRecord("r", 0, 7, deltas), 0.0)
+    assert again.nbytes == once.nbytes

@@ -22,8 +22,8 @@ from tracewire_engine.protocol.messages import (
     Layout,
     LayoutEntry,
     Part,
+    Read,
     Report,
-    Slot,
     StepRecord,
 )
 
@@ -130,11 +130,12 @@ async def test_a_thinned_trace_leaves_reads_out_and_says_so(client: Client, embe
     ):
         await trace.accepted()
         (request,) = engine.requests
-        slots = [
-            Slot("hs", [Part("", "float32", row.shape, 0, row.nbytes)]),
-            Slot("norm", [Part("", "float32", (), row.nbytes, 4)]),
+        stride = row.nbytes + 4
+        reads = [
+            Read("hs", [Part("", "float32", row.shape, row.nbytes, 0, stride)]),
+            Read("norm", [Part("", "float32", (), 4, row.nbytes, stride)]),
         ]
-        engine.report(Report(layout=Layout(1, [LayoutEntry(request, 0, 0, slots)])))
+        engine.report(Report(layout=Layout(1, [reads], [LayoutEntry(request, 0, 0, [(0, 0, 1)])])))
 
         def step(index: int, norm: float = 0.0) -> None:
             data = row.tobytes() + np.float32(norm).tobytes()

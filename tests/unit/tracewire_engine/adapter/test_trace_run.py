@@ -33,8 +33,8 @@ from tracewire_engine.protocol.messages import (
     Layout,
     LayoutEntry,
     Part,
+    Read,
     Report,
-    Slot,
     StepRecord,
 )
 
@@ -134,8 +134,8 @@ async def test_large_reads_go_to_a_bulk_store_with_room(
     ):
         await trace.accepted()
         (request,) = engine.requests
-        slots = [Slot("hs", [Part("", "float32", row.shape, 0, row.nbytes)])]
-        engine.report(Report(layout=Layout(1, [LayoutEntry(request, 0, 0, slots)])))
+        reads = [Read("hs", [Part("", "float32", row.shape, row.nbytes, 0, row.nbytes)])]
+        engine.report(Report(layout=Layout(1, [reads], [LayoutEntry(request, 0, 0, [(0, 0, 1)])])))
         engine.report(Report(time=1.0, batch=Batch(1, 0, memoryview(row.tobytes()))))
         engine.report(Report(finishes=[FinishRecord(request, 0, raw())]))
         engine.requests[request].put("a", "length")

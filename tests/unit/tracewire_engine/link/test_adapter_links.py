@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.ring import filled
+from tracewire_engine.link import adapter_links, step_link
 from tracewire_engine.link.adapter_links import AdapterLinks, link_to
 from tracewire_engine.link.shared_ring import RingCopy
-from tracewire_engine.link.step_link import LinkReceiver, LinkSender
+from tracewire_engine.link.step_link import LinkReceiver, LinkSender, encode_reports
 from tracewire_engine.protocol.messages import (
     Applied,
     Batch,
@@ -20,8 +21,8 @@ from tracewire_engine.protocol.messages import (
     Layout,
     LayoutEntry,
     Part,
+    Read,
     Report,
-    Slot,
     StepRecord,
 )
 from tracewire_engine.worker.host_copy import PinnedCopy
@@ -54,7 +55,8 @@ async def next_bytes(receiver: LinkReceiver) -> list[bytes]:
 
 
 def layout(number: int, *requests: str) -> Layout:
-    return Layout(number, [LayoutEntry(name, 0, 0, [Slot("read", [Part("", "u1", (1,), 0, 1)])]) for name in requests])
+    reads = [Read("read", [Part("", "u1", (1,), 1, 0, 1)])]
+    return Layout(number, [reads], [LayoutEntry(name, 0, 0, [(0, row, 1)]) for row, name in enumerate(requests)])
 
 
 def send(link: LinkSender, report: Report, tensor: torch.Tensor) -> bool:
@@ -147,3 +149,29 @@ async def test_an_adapter_that_is_behind_keeps_its_bytes(late: int) -> None:
                 step += 1
                 assert report.batch is not None
                 assert bytes(report.batch.data[:1000]) == filled(1_000_000, step)[:1000].numpy().tobytes()
+
+
+async def test_reports_of_reads_alone_are_encoded_once_for_all_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def counted(reports: Sequence[Report], buffer: bytearray) -> None:
+        encoded.append(len(reports))
+        encode_reports(reports, buffer)
+
+    for module in (adapter_links, step_link):
+        monkeypatch.setattr(module, "encode_reports", counted)
+    with adapters(3) as (link, receivers):
+        for number, requests in ((1, ("t0", "a1t0", "a2t0")), (2, ("a1t0", "a2t0"))):
+            link.put(filled(50, number), Report(layout=layout(number, *requests)))
+        link.send(Report(1.0, batch=Batch(1, 0)), Report(2.0, batch=Batch(1, 1)))
+        assert encoded == [2]
+        # Of other adapters each, or with more than reads, as every other report.
+        link.send(Report(3.0, batch=Batch(1, 2)), Report(4.0, batch=Batch(2, 0)))
+        link.send(Report(5.0, batch=Batch(2, 1)), Report(6.0, [StepRecord("t0", 0, 0, NONE)], batch=Batch(2, 2)))
+        link.send(Report(7.0, batch=Batch(2, 3)))
+        assert encoded == [2, 1, 2, 2, 1, 2, 2, 1]
+        times = [
+            [report.time for report in await next_reports(receiver, count)]
+            for receiver, count in zip(receivers, (4, 7, 7), strict=True)
+        ]
+    assert times == [[1.0, 2.0, 3.0, 6.0], [float(time) for time in range(1, 8)], [float(time) for time in range(1, 8)]]

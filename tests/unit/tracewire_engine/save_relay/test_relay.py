@@ -114,6 +114,17 @@ def test_records_of_the_host_s_own_requests_are_passed_on_and_no_others(relay: R
     assert relay.connected == [Settings("somewhere", 2)]
 
 
+def test_a_record_of_a_token_beyond_the_turns_of_its_request_is_refused(relay: Relay) -> None:
+    """A host may have had many turns before, which are none of the request's."""
+    host = relay.open(1)
+    relay.counts[1] = 103
+    relay.tell(Expected(1, [("a", 0)], 100))
+    says(host, step("a", 0), step("a", 2))
+    assert relay.next() == [("a", 0), ("a", 2)]
+    says(host, step("a", 3))
+    assert relay.said() == Refused(1, "a record of token 3 in 3 turns of its request")
+
+
 def test_large_messages_come_through_the_memory(relay: Relay) -> None:
     host = relay.open(1)
     relay.tell(Expected(1, [("a", 0)]))

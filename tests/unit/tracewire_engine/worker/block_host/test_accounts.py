@@ -141,7 +141,7 @@ def test_the_leaves_of_edits_are_those_of_the_only_block(argument: str) -> None:
         arguments = {EDITS_ARG: msgspec.msgpack.encode([EditBlock(name="edit", block=msgspec.Raw(block))])}
     found = accounts(edits=True).of(arguments)
     assert found.known is not None
-    (leaf,) = known_leaves(arguments, found.known)
+    (leaf,) = known_leaves(arguments, found.known, {})
     assert leaf.tolist() == [1.0] * 4
 
 

@@ -10,8 +10,8 @@ import torch
 from nnsight.intervention.envoy import Envoy
 
 from tests.support.hosted_model import Model
-from tracewire_engine.link.shared_rows import RowMemory, unpack_value
-from tracewire_engine.protocol.block_host import SOURCE, Answer, Request, Shape, Shared
+from tracewire_engine.link.shared_rows import RowMemory, SharedValueError, unpack_value
+from tracewire_engine.protocol.block_host import SOURCE, Answer, Reply, Request, Shape, Shared, Wait
 from tracewire_engine.worker.block_host.answers import ModelAnswers
 
 #: The arguments of a call without any.
@@ -81,6 +81,22 @@ def test_the_operations_inside_a_module_are_named() -> None:
     assert names == ["torch_tanh_0"]
     assert lines == {"torch_tanh_0": 2}
     assert "return torch.tanh(x @ self.weight)" in text
+
+
+def test_of_what_a_host_waits_for_the_model_s_own_locations_are_kept() -> None:
+    """Not those of networks that a block has hung into the tree. Very many are refused."""
+    answers = ModelAnswers(Envoy(Model(1)))
+    kept = [
+        *("model.logits", "model.samples", "model.input", "model.source.self_model_0.output"),
+        *("model.model.norm.output", "model.model.layers.0.skip", "model.model.layers.0.source.torch_tanh_0.input"),
+    ]
+    other = ["model.model.sae.output", "model.model.layers.0.sae.source.x_0.output", "other.x.output", "x" * 9]
+    reply = Reply([Wait(one, 2) for one in kept + other], kept + other, begins=True)
+    found = answers.known(reply)
+    assert found.waits == [Wait(one, 2) for one in kept]
+    assert (found.observed, found.begins) == (kept, True)
+    with pytest.raises(SharedValueError, match="waits for 0 and observes 9000 locations"):
+        answers.known(Reply([], [f"model.x{number}" for number in range(9000)]))
 
 
 def test_operations_are_not_served_under_tensor_parallelism() -> None:

@@ -19,6 +19,7 @@ from tracewire_engine.worker.block_host.earlier_stages import EarlierStages
 from tracewire_engine.worker.block_host.forwarded_blocks import ForwardedBlocks
 from tracewire_engine.worker.block_host.reading import ModelPaths
 from tracewire_engine.worker.block_host.setup import outline_of
+from tracewire_engine.worker.blocks.live_params import LiveRun
 
 
 def three() -> list[Any]:
@@ -38,7 +39,7 @@ def opened(ends: list[Any], source: str) -> None:
     block = Block(name="block", source=source, filename="a", first_line=1)
     arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
     for end in ends[:2]:
-        end.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
+        end.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [], LiveRun(""))
     ends[2].open("a", ends[0]._accounts.of(arguments))
 
 

@@ -22,7 +22,7 @@ def names(source: str = "", **variables: Any) -> EditNames:
     block = Block(
         name="block", source=source, variables=pack(variables), modules={"torch": "torch"}, paths={"norm": "norm"}
     )
-    return EditNames(block, PATHS, ast.parse(source))
+    return EditNames(block, PATHS, ast.parse(source), {})
 
 
 def test_names_that_come_with_a_block() -> None:
@@ -34,7 +34,7 @@ def test_names_that_come_with_a_block() -> None:
     assert (found["layers"], found["strength"]) == (Numbers((1, 2)), Number(0.5))
     assert (found["vector"], found["by"], found["counts"]) == (Leaf("vector"), Leaf("by"), Leaf("counts"))
     assert found["text"] is OTHER
-    assert found.arrays == {"vector"}
+    assert found.arrays == {Leaf("vector")}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tracewire_engine.worker.block_host.edit_runs import OPERATIONS, EditRuns, U
 from tracewire_engine.worker.block_host.known_edits import edits_of
 from tracewire_engine.worker.block_host.reading import ModelPaths
 from tracewire_engine.worker.block_host.setup import outline_of
+from tracewire_engine.worker.blocks.live_params import LiveRun
 
 PATHS = ModelPaths(outline_of(Model(4)), "model.layers")
 L1 = "model.model.layers.1.output"
@@ -56,13 +57,14 @@ class Runs:
             if given is not None:
                 self.open(name, given)
 
-    def open(self, name: str, given: Given) -> None:
+    def open(self, name: str, given: Given, live: LiveRun | None = None) -> None:
         """Take a request."""
+        live = live or LiveRun("")
         source, variables = given
         block = Block(name="block", source=source, variables=pack(variables), modules={"torch": "torch"})
-        found = edits_of(block, PATHS)
+        found = edits_of(block, PATHS, live.values)
         assert found is not None
-        self.runs.open(name, found.edits, leaves_of(block.variables, found.edits))
+        self.runs.open(name, found.edits, leaves_of(block.variables, found.edits, live.values), live)
 
     def begin(self, tokens: Mapping[str, int] | None = None) -> None:
         """Begin a step with one token of each request, unless it is said how many."""
@@ -367,3 +369,52 @@ def test_what_is_no_number_and_no_vector_is_left_to_the_block(leaf: list[Any], m
     )
     with pytest.raises(UnfitLeaf):
         leaves_of(variables, [edit(leaf)])
+
+
+STEERS = EACH + "s = model.residual(1).output\n    model.residual(1).output = s + live.alpha * vec.to(s.dtype)"
+SCALES = H + "h *= live.alpha"
+
+
+def live_run(**values: Any) -> LiveRun:
+    run = LiveRun("run")
+    run.values = values
+    return run
+
+
+@pytest.mark.parametrize(("source", "groups"), [(STEERS, 1), (SCALES, 3)])
+def test_requests_with_other_live_values_are_served_at_once_where_these_only_make_constants(
+    source: str, groups: int
+) -> None:
+    runs, lives = Runs({}), {name: live_run(alpha=float(place)) for place, name in enumerate("abc")}
+    runs.names = list(lives)
+    for name, live in lives.items():
+        runs.open(name, (source, {"vec": vector(1)}), live)
+    for step in range(3):
+        if step == 2:
+            lives["b"].values = {"alpha": 5.0}
+        value = output(3)
+        expected = []
+        for place, live in enumerate(lives.values()):
+            one = Runs({})
+            one.open("one", (source, {"vec": vector(1)}), live_run(**live.values))
+            expected.append(one.step(rows_of(value, place), {"one": 1}))
+        runs.step(value)
+        assert all(same(rows_of(value, place), rows) for place, rows in enumerate(expected))
+        ((together, alone),) = runs.runs._plans.values()
+        assert (len(together), alone) == (groups, [])
+
+
+def test_a_live_value_that_only_made_a_constant_is_that_of_each_step() -> None:
+    """Also where others of the step, which share the edit, are not steered."""
+    runs, live = Runs({}), live_run(alpha=2.0)
+    runs.names = ["steered", "other"]
+    for name, own in (("steered", live), ("other", live_run(alpha=2.0))):
+        runs.open(name, (STEERS, {"vec": vector(1)}), own)
+    for alpha in (2.0, -1.0, -1.0, 3.5):
+        live.values = live.values if live.values["alpha"] == alpha else {"alpha": alpha}
+        value = output(2)
+        plain = [sum(rows_of(value, place)) for place in range(2)]
+        steered, other = runs.step(value)[0]
+        added = torch.from_numpy(vector(1)).to(torch.bfloat16)
+        assert torch.equal(steered, (plain[0] + alpha * added)[0])
+        assert torch.equal(other, (plain[1] + 2.0 * added)[0])

@@ -18,7 +18,7 @@ VECTOR = Leaf("vector")
 
 
 def walk(*taps: str) -> EditWalk:
-    return EditWalk(ModelPaths(outline_of(Model(4)), "model.layers", taps), frozenset({"vector"}))
+    return EditWalk(ModelPaths(outline_of(Model(4)), "model.layers", taps), frozenset({Leaf("vector")}), frozenset())
 
 
 def at(layer: int, side: str = "output") -> str:

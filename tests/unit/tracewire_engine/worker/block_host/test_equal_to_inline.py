@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,14 +14,16 @@ from nnsight.tracing.tracer import inc
 
 from tests.e2e.isolation.generated import generate
 from tests.support.generated_edits import edit_block
-from tests.support.hosted_model import HostedModel, Model, Outcome, settings_of
+from tests.support.hosted_model import HostedModel, Model, Outcome, changes_of, live_arguments, settings_of
 from tracewire_bus.wire.messages import Block
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.block_host.session import Session
 from tracewire_engine.block_host.stand_ins import tree_of
 from tracewire_engine.protocol.block_host import Arrived, Began, Finished
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker.block_host.accounts import Accounts
 from tracewire_engine.worker.block_host.pool import HostPool
+from tracewire_engine.worker.block_host.reading import ModelPaths
 from tracewire_engine.worker.blocks import save_marks
 
 STEPS = 4
@@ -79,6 +82,36 @@ EDITS = {
     "a vector too long": KEPT + "h = model.model.layers[0].output[0]\n    h *= 2\n    h += torch.ones(5)\n",
     "another vector too long": KEPT + "h = model.model.layers[0].output[0]\n    h *= 2\n    h += longer\n",
 }
+
+
+#: Blocks that read live parameters, and the number of those that the worker need not wait for.
+LIVE = {
+    "adds": EACH + "s = model.residual(1).output\n    model.residual(1).output = s + live.alpha * vector.to(s.dtype)\n",
+    "adds a live vector": KEPT + "h = model.model.layers[0].output[0]\n    h += live.way\n    kept.append(h.clone())\n",
+    "scales": EACH + "h = model.model.layers[1].output[0]\n    h *= live.alpha\n",
+    "scales twice": EACH + "a = 2 * live.alpha - live.count\n    model.residual(1).output += (a * 0.5) * live.way\n",
+    "divides": EACH + "model.logits[:] = model.logits / live.alpha\n",
+    "at first": "model.residual(1).output += live.alpha * vector\n",
+    "in some steps": "for step in tracer.iter[1:3]:\n    model.residual(0).output += live.alpha * vector\n",
+    "in two places": EACH
+    + "model.model.layers[0].output[0][-1] += live.way\n    h = model.model.layers[2].output[0]\n    h *= live.alpha\n",
+}
+KNOWN_LIVE = len(LIVE)
+LIVE |= {
+    "read before": "a = live.alpha\n" + EACH + "model.residual(1).output += a * vector\n",
+    "read in the turn before": "a = 0.0\n" + EACH + "model.residual(1).output += a * vector\n    a = live.alpha\n",
+    "made before": "v = live.alpha * vector\n" + EACH + "model.residual(1).output += v\n",
+    "changed": KEPT + "v = live.way\n    v *= 2\n    model.residual(1).output += v\n    kept.append(v.clone())\n",
+    "under a condition": EACH + "if live.alpha > 1:\n        model.residual(1).output *= 2\n",
+    "a flag": EACH + "model.residual(1).output += live.on * vector\n",
+    "an unknown one": EACH + "model.residual(1).output += live.other * vector\n",
+    "numbers divided": EACH + "model.residual(1).output += (1 / live.alpha) * vector\n",
+    "kept": KEPT
+    + "h = model.model.layers[1].output[0]\n    h *= live.alpha\n    kept.append([live.way, live.alpha])\n",
+    "a live vector too long": EACH + "model.residual(1).output += live.alpha * vector\n    x = vector + live.long\n",
+}
+WAY = np.linspace(2, -1, 4, dtype=np.float32)
+LIVE_VALUES = {"alpha": 0.5, "count": 1, "way": WAY, "on": True, "long": np.ones(5, np.float32)}
 
 
 SCALES = "model.model.layers[1].output[0][:] *= -3\n"
@@ -171,10 +204,13 @@ class InlineModel(HostedModel):
             for finish in report.finishes:
                 self.outcomes[finish.request].finish = finish
 
-    def open(self, name: str, block: Any, **_: Any) -> None:
+    def open(self, name: str, block: Any, *, live: Mapping[str, Any] | None = None, **_: Any) -> None:
         encoded = msgspec.msgpack.encode(block if isinstance(block, Block) else block_of(block))
         self.outcomes[name] = Outcome()
-        self._new.append(Arrived(f"{name}-00000000", {BLOCK_ARG: encoded}))
+        self._new.append(Arrived(f"{name}-00000000", {BLOCK_ARG: encoded, **live_arguments(name, live)}))
+
+    def steer(self, trace: str, version: int, **values: Any) -> None:
+        self._session.steer(changes_of(trace, version, values))
 
     def _begin(self, scheduled: dict[str, int], index: int) -> Callable[..., Any]:
         self._session.begin(Began(self._new, [(name, count, index) for name, count in scheduled.items()]))
@@ -276,6 +312,27 @@ def run_noted(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Out
     return found, rows
 
 
+def run_steered(
+    model: HostedModel, blocks: dict[str, str], changes: Mapping[tuple[int, str], dict[str, Any]]
+) -> tuple[dict[str, Outcome], dict[str, list[Any]]]:
+    """The same with `LIVE_VALUES` and with changes of them before the steps of these indices, by block."""
+    opened, stepped = model.open, model.step
+
+    def open_live(name: str, block: Any, **more: Any) -> None:
+        opened(name, block, live=LIVE_VALUES, **more)
+
+    def step(tokens: Mapping[str, int], index: int) -> Any:
+        for version, ((at, name), values) in enumerate(changes.items(), 1):
+            if at == index:
+                model.steer(name, version, **values)
+        return stepped(tokens, index)
+
+    model.open, model.step = open_live, step  # type: ignore[method-assign]
+    found = run_noted(model, blocks)
+    model.open, model.step = opened, stepped  # type: ignore[method-assign]
+    return found
+
+
 #: What `run_noted` returns.
 Noted = tuple[dict[str, Outcome], dict[str, list[Any]]]
 
@@ -315,6 +372,35 @@ def test_what_a_source_does_not_show_is_not_done(apart: bool) -> None:
         found, sampled = run_noted(hosted, blocks)
         expect_equal(blocks, (found, sampled), (inline, drawn))
     hosted.close()
+
+
+def test_live_parameters_change_between_steps(hosted: HostedModel) -> None:
+    """Each block three times, with other values in each."""
+    inc()
+    save_marks.install()
+    blocks = {f"{name.replace(' ', '.')}.{number}": source for name, source in LIVE.items() for number in range(3)}
+    changes = {
+        (index, name): {"alpha": 0.25 * index - place % 3, "way": WAY * (index + place % 3)}
+        for index in (0, 1, 3)
+        for place, name in enumerate(blocks)
+        if place % 3
+    }
+    inline = run_steered(InlineModel(), blocks, changes)
+    found = run_steered(hosted, blocks, changes)
+    expect_equal(blocks, found, inline)
+    saved = found[0]["adds.a.live.vector.1"].saves["kept"]
+    assert not np.array_equal(saved[0], saved[1])
+
+
+def test_a_block_with_live_parameters_is_not_waited_for() -> None:
+    known = Accounts(ModelPaths(settings_of(Model(3)).modules, "model.layers"), edits=True)
+    found = {
+        name: known.of({BLOCK_ARG: msgspec.msgpack.encode(block_of(source))}, live=LIVE_VALUES).known
+        for name, source in LIVE.items()
+    }
+    names = [name for name, edits in found.items() if edits]
+    assert names[:KNOWN_LIVE] == list(LIVE)[:KNOWN_LIVE]
+    assert names[KNOWN_LIVE:] == ["kept", "a live vector too long"]
 
 
 def test_taps_serve_blocks_as_all_locations_do(hosted: HostedModel) -> None:
@@ -364,9 +450,14 @@ def test_generated_edits_come_to_the_same(first: int, count: int) -> None:
     for batch in range(first, first + count, 8):
         blocks = {f"edits{seed}": edit_block(seed) for seed in range(batch, batch + 8)}
         encoded = [msgspec.msgpack.encode(block_of(source)) for source in blocks.values()]
-        known += sum(bool(hosted.hosts._accounts.of({BLOCK_ARG: one}).known) for one in encoded)
-        expected, drawn = run_noted(inline, blocks)
-        found, sampled = run_noted(hosted, blocks)
+        known += sum(bool(hosted.hosts._accounts.of({BLOCK_ARG: one}, live=LIVE_VALUES).known) for one in encoded)
+        changed = random.Random(batch)  # nosec B311
+        changes = {
+            (changed.randrange(STEPS), name): {"alpha": changed.uniform(-2, 2), "way": WAY * changed.random()}
+            for name in changed.sample(list(blocks), 4)
+        }
+        expected, drawn = run_steered(inline, blocks, changes)
+        found, sampled = run_steered(hosted, blocks, changes)
         for name, source in blocks.items():
             assert (source, sampled[name]) == (source, drawn[name])
             assert (source, ended(found[name])) == (source, ended(expected[name]))

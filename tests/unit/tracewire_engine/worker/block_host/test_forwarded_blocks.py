@@ -24,6 +24,7 @@ from tracewire_engine.protocol.block_host import Reply, Shape
 from tracewire_engine.protocol.keys import BLOCK_ARG
 from tracewire_engine.worker.block_host.rank_link import Edit, Served, StepWatch
 from tracewire_engine.worker.block_host.rows import StepSpans
+from tracewire_engine.worker.blocks.live_params import LiveRun
 
 EACH = "for step in tracer.iter[:]:\n    "
 READS = {
@@ -308,7 +309,7 @@ def test_of_a_value_that_cannot_be_shared_the_other_ranks_are_told_that_nothing_
     assert (first._pull.closed, second._pull.closed) == (False, True)
     value = (torch.ones(1, 4), 2**70)
     for rank in (first, second):
-        rank.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
+        rank.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [], LiveRun(""))
         assert rank.begin_for(states, {"a": 1}, ["a"])
         assert rank.reach(location, value) is value
         rank.end()
@@ -322,7 +323,7 @@ def test_a_value_that_cannot_be_shared_costs_the_blocks_that_ask_for_it() -> Non
     for name, source in {**READS, "rests": WRITES}.items():
         block = Block(name="block", source=source, filename="a", first_line=1)
         arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
-        forwarded.open(name, SimpleNamespace(engine_id=name, index=0), arguments, (name, 1, ""), [])
+        forwarded.open(name, SimpleNamespace(engine_id=name, index=0), arguments, (name, 1, ""), [], LiveRun(""))
         earlier.open(name, forwarded._accounts.of(arguments))
     order = list(READS)
     assert forwarded.begin_for({}, dict.fromkeys(order, 1), order)
@@ -343,7 +344,7 @@ def test_rows_that_cannot_be_put_in_are_told_with_the_next_message(monkeypatch: 
     forwarded, earlier = stages()
     block = Block(name="block", source=EACH + "model.model.layers[0].output[0][:] = 0\n", filename="a", first_line=1)
     arguments = {BLOCK_ARG: msgspec.msgpack.encode(block)}
-    forwarded.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [])
+    forwarded.open("a", SimpleNamespace(engine_id="a", index=0), arguments, ("a", 1, ""), [], LiveRun(""))
     earlier.open("a", forwarded._accounts.of(arguments))
     location = "model.model.layers.0.output"
     # The last stage's answers, which it sends without waiting.

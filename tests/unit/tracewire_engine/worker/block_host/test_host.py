@@ -37,6 +37,8 @@ class Host:
         self.sent: list[bytes] = []
         self.calls = self
 
+    unsent = False
+
     def send(self, message: bytes) -> None:
         self.sent.append(message)
 

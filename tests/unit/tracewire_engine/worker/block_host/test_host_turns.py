@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+from nnsight.intervention.envoy import Envoy
 
-from tests.support.hosted_model import HostedModel
+from tests.support.hosted_model import HostedModel, Model
 from tracewire_engine.link import shared_rows
+from tracewire_engine.protocol.block_host import Reply, Request, Shared
+from tracewire_engine.worker.block_host.host_turns import HostTurns
 
 READS = """
 hidden = [].save()
@@ -121,3 +127,37 @@ def test_a_step_whose_rows_take_more_than_is_shared_has_several_turns(
         assert finish.error is None
     seen = served.outcomes["every"].saves["seen"]
     assert [[rows.shape for rows in step] for step in seen] == [[(100, 4)] * 3, [(1, 4)] * 3, [(1, 4)] * 3]
+
+
+class _Says:
+    """A host that has said something."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self.calls = SimpleNamespace(arrived=lambda: list(messages), send=lambda message: None)
+        self.process = SimpleNamespace(given=SimpleNamespace(taken=0))
+        self.reads, self.turns, self.replied_us = None, 1, 0
+        self.took = self.take = lambda *_: None
+
+
+def nested(depth: int) -> Any:
+    return msgspec.Raw(b"\x91" * depth + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([Request("model", "tokenizer")] * 2, "it has sent 2 messages, where one was awaited"),
+        ([Reply(), Reply()], "it has sent 2 messages"),
+        ([Reply(replaced=Shared(nested(500), []))], "more than 256 containers in each other"),
+        ([Reply(observed=["model.logits"] * 70_000)], "a reply of more than 65536 values"),
+    ],
+)
+def test_what_no_host_says_while_the_model_waits_is_an_error(messages: list[Any], error: str) -> None:
+    """The model would wait for answers, or go through it, and other ranks with it."""
+    reports: Any = None
+    turns = HostTurns(Envoy(Model(1)), reports, 1.0)
+    host: Any = _Says(*map(msgspec.msgpack.encode, messages))
+    with pytest.raises(ValueError, match=error):
+        turns._reply(host)
+    fine: Any = _Says(msgspec.msgpack.encode(Reply(observed=["model.logits"] * 100, replaced=Shared(nested(100), []))))
+    assert turns._reply(fine) is not None

@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import select
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,6 +72,82 @@ def test_the_model_waits_for_a_host_for_a_few_seconds_at_most(monkeypatch: pytes
     assert late.alive()
     assert not pool._starting
     late.close()
+    pool.close()
+
+
+#: The server of hosts, of which the third fork fails, or is of a host that ends at once.
+SERVER = """
+import os, signal, sys, time
+forks, fork, how = 0, os.fork, sys.argv.pop(1)
+def forked():
+    global forks
+    forks += 1
+    if forks == 3 and how == "fails":
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    child = fork()
+    if child and forks == 3:
+        os.kill(child, signal.SIGKILL)
+        time.sleep(0.2)
+    return child
+os.fork = forked
+from tracewire_engine.block_host.server import main
+main()
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", "ends"])
+def test_a_host_that_cannot_be_started_costs_its_trace_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> Any:
+        return popen([sys.executable, "-c", SERVER, how, command[-1]], **options)
+
+    monkeypatch.setattr(pool_module.subprocess, "Popen", started)
+    pool = HostPool(settings_of(Model(1)), spare=0)
+    first = [pool.take(), pool.take()]
+    gc.collect()
+    before = descriptors()
+    with pytest.raises(OSError, match=r"no host of blocks could be started \(.*\); submit the trace again"):
+        pool.take()
+    gc.collect()
+    assert descriptors() == before
+    later = pool.take()
+    assert all(host.alive() for host in (*first, later))
+    for host in (*first, later):
+        host.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(("call", "works"), [("socketpair", 1), ("memfd_create", 1), ("memfd_create", 2), ("pipe2", 0)])
+def test_a_host_for_which_there_are_no_descriptors_leaves_none_open(
+    call: str, works: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever its start has come to. One that is at hand is given all the same."""
+    pool = HostPool(settings_of(Model(1)), spare=1)
+    pool.ahead()
+    module = socket if call == "socketpair" else os
+    real, left = getattr(module, call), works
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(24, "Too many open files")
+        return real(*arguments, **options)
+
+    pool.wait_ready()
+    gc.collect()
+    before = descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, call, fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            pool_module._Ends()
+        gc.collect()
+        assert descriptors() == before
+        left = works
+        host = pool.take()
+        assert host.alive()
+    host.close()
     pool.close()
 
 

@@ -20,12 +20,12 @@ from tracewire_engine.link.host_channel import ChannelClosed, HostChannel
 from tracewire_engine.link.shared_rows import RowMemory, sealed_memory
 from tracewire_engine.protocol.block_host import LARGE_OF_HOST, Arrived, Broken, Chunk, Generated, Reported, Saved, Turn
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
-from tracewire_engine.protocol.save_relay import Refused
-from tracewire_engine.worker.block_host import gathered_reports, report_thread
+from tracewire_engine.protocol.save_relay import Refused, Relayed
+from tracewire_engine.worker.block_host import ended_hosts, gathered_reports, report_thread
 from tracewire_engine.worker.block_host.host import BlockHost, HostedRequest, HostedTrace, LateTurn
 from tracewire_engine.worker.block_host.passed_arrays import PassedArrays
 from tracewire_engine.worker.block_host.reading import Account
-from tracewire_engine.worker.block_host.relay_link import RelayLate, SaveEnds
+from tracewire_engine.worker.block_host.relay_link import SaveEnds
 from tracewire_engine.worker.block_host.report_thread import ReportThread
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
@@ -297,7 +297,7 @@ def test_what_the_relay_has_passed_on_counts_when_a_host_is_lost() -> None:
     thread.finish(known.records["r", 0])
     (finish,) = sent.next().finishes
     assert (finish.error.type, finish.steps, finish.tokens) == ("BlockHostLost", 3, 7)
-    thread.close_relays()
+    thread.close()
 
 
 def test_a_request_that_its_block_has_ended_is_not_ended_again_with_its_host() -> None:
@@ -309,7 +309,7 @@ def test_a_request_that_its_block_has_ended_is_not_ended_again_with_its_host() -
     assert sent.next().steps
     host.theirs.close()
     assert [(step.request, step.ended) for step in sent.next().steps] == [("s", "error")]
-    thread.close_relays()
+    thread.close()
 
 
 def test_saves_that_no_host_sends_end_the_host() -> None:
@@ -320,7 +320,7 @@ def test_saves_that_no_host_sends_end_the_host() -> None:
     assert host.killed
     assert known.failure is not None
     assert "what it saved is no save: a record of token -1" in known.failure.message
-    thread.close_relays()
+    thread.close()
 
 
 def test_the_traces_of_all_hosts_run_again_when_the_relay_is_lost() -> None:
@@ -344,7 +344,7 @@ def test_the_traces_of_all_hosts_run_again_when_the_relay_is_lost() -> None:
     thread.watch(later)
     assert later.saves is not None
     assert later.saves.link is not lost
-    thread.close_relays()
+    thread.close()
 
 
 def test_what_the_relay_says_of_other_hosts_meanwhile_is_heard() -> None:
@@ -357,20 +357,19 @@ def test_what_the_relay_says_of_other_hosts_meanwhile_is_heard() -> None:
     assert second.saves is not None
     second.saves.allow(9)
     refused = Refused(second.saves.number, "odd")
-    end, link = known.saves.end, known.saves.link
+    ask, link = known.saves.ask, known.saves.link
 
-    def ended(*, trusted: bool) -> Any:
+    def asked(*, trusted: bool) -> None:
         # As if it came before the relay's answer.
         link._refused.append(refused)
-        return end(trusted=trusted)
+        ask(trusted=trusted)
 
-    known.saves.end = ended  # type: ignore[method-assign]
+    known.saves.ask = asked  # type: ignore[method-assign]
     host.theirs.close()
-    assert [step.request for step in sent.next().steps] == ["r"]
-    assert [step.request for step in sent.next().steps] == ["s"]
+    assert {step.request for _ in range(2) for step in sent.next().steps} == {"r", "s"}
     assert second.failure is not None
     assert "what it saved is no save: odd" in second.failure.message
-    thread.close_relays()
+    thread.close()
 
 
 def test_a_host_that_comes_as_its_relay_is_lost_is_not_to_blame() -> None:
@@ -385,21 +384,45 @@ def test_a_host_that_comes_as_its_relay_is_lost_is_not_to_blame() -> None:
     thread.do(lambda: thread._watch(after))
     assert sent.next().steps
     assert (after.lost, after.failed_together) == (True, True)
-    thread.close_relays()
+    thread.close()
 
 
 def test_a_relay_that_answers_late_leaves_the_ends_to_what_hosts_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for it, and what it says later makes no difference."""
     thread, known, host, sent = watched(relayed=True)
     known.begin([("r-1", 1, 7)], None)
-
-    def late(*, trusted: bool) -> Any:
-        raise RelayLate
-
     assert known.saves is not None
-    monkeypatch.setattr(known.saves, "end", late)
+    link, number = known.saves.link, known.saves.number
+    monkeypatch.setattr(known.saves, "ask", lambda *, trusted: None)
     host.theirs.close()
+    thread.finish(known.records["r", 0])
+    while not thread._ended:
+        thread.wait_for_reports(0.01)
+    assert not known.records["r", 0].over
+    monkeypatch.setattr(ended_hosts, "_ANSWER_S", -1.0)
     assert [(step.index, step.ended) for step in sent.next().steps] == [(8, "error")]
-    thread.close_relays()
+    assert sent.next().finishes[0].tokens == 9
+    link._answers.append((number, [Relayed("r", 0, 20, 21, ended=False)]))
+    assert thread._relays is not None
+    thread._hear(thread._relays, link)
+    assert known.records["r", 0].index == 8
+    thread.close()
+
+
+def test_a_turn_that_the_kernel_does_not_take_whole_is_sent_as_the_host_reads_it() -> None:
+    """Although the model is at rest, and the host has nothing to report before it has the turn."""
+    thread, known, host, _ = watched()
+    assert known.calls is host.calls
+    calls, theirs = socket.socketpair()
+    host.calls = HostChannel(calls)
+    known.begin([("r-1", 1, 0)], None)
+    known.new.append(Arrived("s-1", {"tracewire_block": bytes(32 << 20)}))
+    known.begin([("s-1", 1, 0)], None)
+    assert known.send([], waits=False) is None
+    assert host.calls.unsent
+    turn = HostChannel(theirs).receive(30.0)
+    assert len(turn) > 32 << 20
+    thread.close()
 
 
 def test_large_arrays_and_all_that_follows_them_go_together() -> None:
@@ -738,3 +761,11 @@ def test_the_thread_does_its_work_at_once_if_it_has_to_hurry(monkeypatch: pytest
     thread.hurry()
     assert sent.next().steps[0].index == 0
     assert threading.get_ident() not in sent.threads
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_closed_thread_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch, between: bool) -> None:
+    """It waits for hosts, or leaves its work to the next steps."""
+    thread, _, _, _ = stepping(monkeypatch) if between else watched()
+    thread.close()
+    assert not thread._thread.is_alive()

@@ -38,7 +38,7 @@ def test_another_relay_takes_new_hosts_when_one_has_ended() -> None:
         assert relays.at(descriptor) is first.link
         assert relays.at(-1) is None
         with pytest.raises(RelayLost):
-            first.link.refused()
+            first.link.hear()
         relays.drop(first.link)
         assert epoll.poll(0) == []
         relays.close()

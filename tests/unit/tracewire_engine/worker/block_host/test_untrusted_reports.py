@@ -11,7 +11,7 @@ from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.wire.messages import Append, Delete, Set
 from tracewire_engine.protocol.block_host import MOST_RECORDS, Broken, Chunk, Ready, Report, Reported, Saved
 from tracewire_engine.protocol.messages import FinishRecord, StepRecord
-from tracewire_engine.worker.block_host.untrusted_reports import UntrustedReport, UntrustedReports
+from tracewire_engine.worker.block_host.untrusted_reports import UntrustedReport, UntrustedReports, values_in
 
 BLOB = "0123456789abcdef"
 
@@ -156,3 +156,77 @@ def test_saves_are_checked_as_reports_are_and_come_once_a_turn() -> None:
             UntrustedReports(0).check_saved(Saved(odd.steps), 1)
     with pytest.raises(UntrustedReport, match="2 messages of saves, where 1 were allowed"):
         reports.check_saved(Saved([]), 1)
+
+
+def nested(depth: int, value: Any = 1) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [1, 64, 200, 300, 600, 900])
+def test_saves_nest_no_deeper_than_every_reader_can_decode(depth: int) -> None:
+    """Although this process could decode them at each depth."""
+    reports, deltas = UntrustedReports(0), raw([["s", ["a"], nested(depth)]])
+    for check in (
+        lambda: reports.check(step(deltas), 1),
+        lambda: reports.check_saved(Saved([StepRecord("r", 0, 0, deltas)]), 2),
+        lambda: reports.check(Reported([], [FinishRecord("r", 0, deltas)]), 3),
+    ):
+        if depth <= 200:
+            check()
+            continue
+        with pytest.raises(UntrustedReport, match="more than 256 containers in each other"):
+            check()
+
+
+VALUES: list[Any] = [
+    *(None, True, 0, 127, 128, 1 << 10, 1 << 20, 1 << 40, -1, -32, -33, -(1 << 10), -(1 << 20), -(1 << 40), 0.5),
+    *("", "a" * 31, "a" * 32, "a" * 300, "a" * 70_000, b"", b"a" * 300, b"a" * 70_000),
+    *(msgspec.msgpack.Ext(1, bytes(size)) for size in (0, 1, 2, 3, 4, 8, 16, 300, 70_000)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_depth_is_counted_behind_values_of_all_forms(value: Any) -> None:
+    for shape, depth in (
+        ([value, nested(3)], 4),
+        ([value] * 20 + [nested(5)], 6),
+        ({"a": value, "b": {"c": [value, {}]}}, 4),
+        ({str(number): value for number in range(20)} | {"b": nested(2)}, 3),
+        ([[value] * 70_000, nested(2)], 3),
+    ):
+        data = memoryview(msgspec.msgpack.encode(shape))
+        values_in(data, depth)
+        with pytest.raises(UntrustedReport, match=f"more than {depth - 1} containers in each other"):
+            values_in(data, depth - 1)
+
+
+def test_values_are_counted_but_for_long_lists_of_numbers() -> None:
+    for value, count in (
+        ([1, "a", [2, 3], {"b": None}], 9),
+        ([0.5] * 16, 17),
+        ([0.5] * 5000, 1),
+        ([[0.5] * 5000, [0.5] * 20 + [1]], 24),
+        ([*[0.5] * 17, nested(3)], 22),
+    ):
+        assert values_in(memoryview(msgspec.msgpack.encode(value)), 9) == count
+    assert values_in(memoryview(msgspec.msgpack.encode([1] * (5 << 20))), 9) == (1 << 22) + 1
+    assert values_in(memoryview(msgspec.msgpack.encode([1] * 100)), 9, 50) == 51
+    reports, many = UntrustedReports(0), raw([["s", ["a"], [1] * (3 << 20)]])
+    reports.check_saved(Saved([StepRecord("r", 0, 0, many)]), 1)
+    with pytest.raises(UntrustedReport, match="values in one message"):
+        reports.check_saved(Saved([StepRecord("r", 0, index, many) for index in (1, 2)]), 2)
+
+
+def test_an_end_has_so_many_names_and_changes_at_most() -> None:
+    reports, nothing = UntrustedReports(0), raw([])
+    finish = FinishRecord("r", 0, nothing, warnings=["w" * 100_000] * 100)
+    reports.check(Reported([], [finish]), 1)
+    assert [len(one) for one in finish.warnings] == [10_000] * 32
+    many = {str(number): "e" for number in range((1 << 16) + 1)}
+    with pytest.raises(UntrustedReport, match="65537 names of saves and errors"):
+        reports.check(Reported([], [FinishRecord("r", 0, nothing, save_errors=many)]), 2)
+    changes = raw([["d", ["a"]]] * (1 << 15))
+    with pytest.raises(UntrustedReport, match=r"changes with .* values in one message"):
+        reports.check(Reported([], [FinishRecord(name, 0, changes) for name in "rst"]), 3)

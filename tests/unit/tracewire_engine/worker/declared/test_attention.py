@@ -227,9 +227,9 @@ def test_one_weight_leaves_the_device_as_its_bytes() -> None:
     layout, _, flat = collected
     assert layout is not None
     expected = one.weights(3, [2], module()).topk(1)
-    ((slot,),) = [entry.slots for entry in layout.entries]
+    ((read,),) = layout.sets
     data = flat.numpy().tobytes()
-    found = {part.key: data[part.offset : part.offset + part.size] for part in slot.parts}
+    found = {part.key: data[part.offset : part.offset + part.size] for part in read.parts}
     assert int.from_bytes(found["positions"], "little", signed=True) == int(expected.indices[0, 0])
     assert struct.unpack("<f", found["weights"])[0] == pytest.approx(float(expected.values[0, 0]), rel=1e-5)
 

@@ -14,8 +14,9 @@ from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import Ablate, AttentionPattern, Clamp, LogitLens, Patch, Probe, Steer
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.declared.drafted_rows import Served
 from tracewire_engine.worker.declared.gathering import Gathering
-from tracewire_engine.worker.declared.groups import Member
+from tracewire_engine.worker.declared.members import Member
 from tracewire_engine.worker.declared.ops import Declaration
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 from tracewire_engine.worker.declared.spans import Chunk
@@ -32,6 +33,13 @@ SPECS: list[list[Any]] = [
     [AttentionPattern("a", ""), Probe("p", "", reduce="norm")],
     [AttentionPattern("a", "", top_k=2), Steer("", VECTOR)],
 ]
+#: What differs only in its values from the list at the same place.
+LIKE: list[list[Any]] = [
+    [Probe("p", "", weight=OTHER), Steer("", OTHER, scale=0.25), Probe("all", "", positions="all")],
+    [Probe("q", "", weight=VECTOR), Steer("", VECTOR, scale=0.5), Probe("all", "", positions="generated")],
+    [Steer("", OTHER, positions="prompt"), LogitLens("other", ""), Ablate("", OTHER, positions="last")],
+    [Patch("", np.stack([OTHER, VECTOR]), positions=[0, 2]), Clamp("", VECTOR, min=1.0)],
+]
 
 
 def encoded(spec: list[Any]) -> bytes:
@@ -41,7 +49,8 @@ def encoded(spec: list[Any]) -> bytes:
 def batch(seed: int, known: DeclaredRequests) -> list[tuple[Declaration, Chunk, int]]:
     """Requests of a step: prompts, pieces of prompts, drafts and generated tokens."""
     rng = random.Random(seed)
-    specs = [encoded(rng.choice(SPECS)) for _ in range(2)]
+    like = rng.randrange(len(LIKE))
+    specs = [encoded(one) for one in rng.choice([rng.choices(SPECS, k=2), [SPECS[like], LIKE[like]]])]
     found, start = [], 0
     for number in range(rng.randint(1, 9)):
         declaration = Declaration(f"r{number}", 0, rng.choice(specs), LiveRun(""), known.decoded)
@@ -54,16 +63,42 @@ def batch(seed: int, known: DeclaredRequests) -> list[tuple[Declaration, Chunk, 
     return found
 
 
-def gathered(pieces: list[tuple[Declaration, Chunk, int]]) -> tuple[Any, ...]:
-    """All that is found of each group, with the members that failed."""
+STEP = 40
+
+
+def served(declaration: Declaration, chunk: Chunk) -> Served | None:
+    """How a request is served that has been served likewise for some steps; `None` if it cannot be."""
+    if chunk.count > 1 or chunk.first < chunk.prompt or chunk.first < declaration.seen:
+        return None
+    since = STEP - chunk.first % 3
+    end = chunk.first + 1 - (STEP - since)
+    return Served(declaration, end, end - chunk.prompt, row=chunk.start, since=since, lasting=True)
+
+
+def gathered(
+    pieces: list[tuple[Declaration, Chunk, int]], *, lasting: bool = False, apart: bool = False
+) -> tuple[Any, ...]:
+    """All that is found of each group, with the members that failed.
+
+    Args:
+        pieces: of the requests.
+        lasting: requests are served as before.
+        apart: each piece is gathered by itself.
+    """
     failed: list[tuple[str, str]] = []
 
     def fail(members: list[Member], error: Exception) -> None:
         failed.extend((one.declaration.request, str(error)) for one in members)
 
-    gathering = Gathering(fail)
-    for piece in pieces:
-        gathering.add(*piece)
+    gathering = Gathering(fail, STEP)
+    for declaration, chunk, draft in pieces:
+        if apart:
+            gathering._gather()
+        known = served(declaration, chunk) if lasting and not draft else None
+        if known is not None:
+            gathering.add_lasting(known)
+        else:
+            gathering.add(declaration, chunk, draft)
     total = sum(chunk.count for _, chunk, _ in pieces)
     groups = []
     for members, rows in gathering.groups(total, CPU):
@@ -74,15 +109,18 @@ def gathered(pieces: list[tuple[Declaration, Chunk, int]]) -> tuple[Any, ...]:
             for one in members
         ]
         groups.append((described, rows.numbers.tolist()))
+    places = [described[0][4] for described, _ in groups]
+    assert places == sorted(places)
+    # Groups of one place have no row in common.
+    groups.sort(key=lambda group: (group[0][0][4], group[0][0][7], group[1]))
     return groups, sorted(failed), gathering.recordable, gathering.steady
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_requests_are_gathered_at_once_as_they_would_be_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lasting", [False, True])
+def test_requests_are_gathered_at_once_as_they_would_be_one_by_one(seed: int, lasting: bool) -> None:
     pieces = batch(seed, DeclaredRequests(CPU))
-    at_once = gathered(pieces)
-    monkeypatch.setattr(Declaration, "same_as", lambda *_: False)
-    assert at_once == gathered(pieces)
+    assert gathered(pieces, lasting=lasting) == gathered(pieces, apart=True)
 
 
 def test_groups_with_the_same_rows_share_them() -> None:
@@ -97,6 +135,22 @@ def test_groups_with_the_same_rows_share_them() -> None:
     assert [member.index for member in groups[0][0]] == [3] * 4
     assert gathering.steady
     assert gathering.recordable
+
+
+def test_requests_with_vectors_of_their_own_are_one_run() -> None:
+    """Each member has the intervention of its own request."""
+    known = DeclaredRequests(CPU)
+    gathering = Gathering(lambda members, error: None)
+    declarations = []
+    for number in range(4):
+        spec = encoded([Probe("p", "", weight=VECTOR), Steer("", VECTOR + max(1, number), scale=float(number))])
+        declarations.append(Declaration(f"r{number}", 0, spec, LiveRun(""), known.decoded))
+        gathering.add(declarations[-1], Chunk(number, 7, 1, 5), 0)
+    assert len(gathering._run) == 4
+    probes, steers = (members for members, _ in gathering.groups(4, CPU))
+    assert probes.ops() == [one.ops[0] for one in declarations]
+    assert steers.ops() == [one.ops[1] for one in declarations]
+    assert [one.op for one in steers] == steers.distinct_ops() == steers.ops()
 
 
 def test_one_that_does_not_fit_its_prompt_fails_alone() -> None:

@@ -128,3 +128,28 @@ def test_probes_that_cannot_be_read_together_are_read_one_by_one(
     assert declared.plan is not None
     assert declared.plan.joined == []
     assert "could not be read together" in caplog.text
+
+
+def test_one_bias_for_all_classes_goes_beside_one_for_each() -> None:
+    lists = [probes(weight=weight(2), bias=bias) for bias in (BIAS, 0.5, 2.0, BIAS * 2)]
+    declared = declared_of(*lists)
+    assert [len(one.groups) for one in joined_of(declared)] == [LAYERS, LAYERS]
+    together = read(declared, together=True)
+    assert [tuple(one.shape) for one in together] == [(2, 2)] * 2 * LAYERS
+    for mine, other in zip(together, read(declared_of(*lists), together=False), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    assert all(one.failure is None for one in declared.live.values())
+
+
+def test_probes_for_which_the_device_has_no_room_fail_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And raise nothing on the thread of the model."""
+    declared = declared_of(probes(weight=weight()), probes(weight=weight()))
+    assert declared.plan is not None
+    assert declared.fits_buffers(serving=True)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "stack", no_memory)
+    declared.collect(lambda values: values)
+    assert [one.failure is not None and one.failure.type for one in declared.live.values()] == ["OutOfMemoryError"] * 2

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from tracewire_bus.wire.messages import AttentionPattern, Features, Hold, Patch, Probe, Steer
 from tracewire_engine.worker.declared.attention import KeyGroup, PatternGroup
-from tracewire_engine.worker.declared.groups import EditGroup, Member, ReadGroup
+from tracewire_engine.worker.declared.groups import EditGroup, ReadGroup
 from tracewire_engine.worker.declared.kinds import group_kind
 from tracewire_engine.worker.declared.later_groups import FeaturesGroup, HoldGroup
+from tracewire_engine.worker.declared.members import Member
 from tracewire_engine.worker.declared.patches import KeepGroup, PatchGroup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, Probe, Steer
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
+from tracewire_engine.worker.declared import ops
 from tracewire_engine.worker.declared.ops import Declaration
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
@@ -103,3 +105,25 @@ def test_a_reference_is_read_once_and_a_missing_file_ends_its_request_only(tmp_p
     assert not list(tmp_path.iterdir())
     second = declare(1.0, "layer.1.output")
     assert second.ops[0].matrix is first.ops[0].matrix
+
+
+def test_kinds_of_interventions_are_kept_as_long_as_a_request_has_them() -> None:
+    known = DeclaredRequests(torch.device("cpu")).decoded
+
+    def declared(count: int, name: str) -> Declaration:
+        placed = [
+            Placed(one, [("layer.0.output", True)])
+            for one in normalize([Probe(f"{name}{n}", "") for n in range(count)])
+        ]
+        return Declaration(name, 0, msgspec.msgpack.encode(placed), LiveRun(""), known)
+
+    gc.collect()
+    before = len(ops._kinds)
+    found = [declared(41, "a"), declared(41, "b"), declared(42, "c")]
+    assert found[0].kind is found[1].kind
+    assert found[0].kind is not found[2].kind
+    assert len(ops._kinds) == before + 2
+    del found
+    known._entries.clear()
+    gc.collect()
+    assert len(ops._kinds) == before

@@ -15,7 +15,8 @@ from tracewire_bus.wire.messages import Patch
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
-from tracewire_engine.worker.declared.groups import LocationValues, Member, Rows
+from tracewire_engine.worker.declared.groups import LocationValues, Rows
+from tracewire_engine.worker.declared.members import Member, Members
 from tracewire_engine.worker.declared.ops import Declaration, Op, VectorCache
 from tracewire_engine.worker.declared.patches import PatchGroup
 from tracewire_engine.worker.declared.plan import DeclaredRequests
@@ -27,7 +28,9 @@ CPU = torch.device("cpu")
 def group(*patches: Patch, spans: list[tuple[int, int]], total: int, residual: bool = True) -> PatchGroup:
     cache = VectorCache(CPU)
     ops = [Op(Placed(one, [("at", residual)]), {}, cache) for one in patches]
-    members = [Member(cast(Any, SimpleNamespace()), op, span) for op, span in zip(ops, spans, strict=True)]
+    members = Members(0)
+    for op, span in zip(ops, spans, strict=True):
+        members.add(op, 0, [Member(cast(Any, SimpleNamespace()), op, span)])
     return PatchGroup(members, Rows(spans, total, CPU), residual, CPU)
 
 

@@ -177,9 +177,9 @@ def drafted_step(*, kernels: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     if not kernels:
         declared.plan.buffered = declared.plan.unread = False
     declared.plan.accept([3, 1, 1])
-    layout, _, flat = declared.collect(lambda rows: rows @ HEAD.T)
+    layout, batch, flat = declared.collect(lambda rows: rows @ HEAD.T)
     # A token each that the model has taken: three of the first, and one of the others.
-    assert [entry.index for entry in layout.entries] == [3, 4, 5, 3, 3]
+    assert [entry.index + batch.step for entry in layout.entries] == [3, 4, 5, 3, 3]
     return streams, flat
 
 
