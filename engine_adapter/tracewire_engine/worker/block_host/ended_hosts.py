@@ -24,9 +24,6 @@ class EndedHosts:
     def __contains__(self, host: BlockHost) -> bool:
         return host in self._asked
 
-    def __bool__(self) -> bool:
-        return bool(self._asked)
-
     def ask(self, host: BlockHost, *, trusted: bool) -> bool:
         """Ask the relay of a host. Returns whether there is one that will answer.
 

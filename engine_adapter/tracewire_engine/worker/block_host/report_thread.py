@@ -261,7 +261,8 @@ class ReportThread:
                 self._hurried.wait(min(self._left_until, self._look_at) - now)
                 self._hurried.clear()
             else:
-                ready = self._epoll.poll(_LOOK_MS / 1000 if self._hosts or self._ended else None)
+                # Without hosts, too: the model's thread may take the event by which this one would hear of the first.
+                ready = self._epoll.poll(_LOOK_MS / 1000)
                 if time.monotonic() >= self._left_until:
                     with self._working:
                         self._gather(ready)

@@ -263,7 +263,7 @@ def test_a_block_that_does_otherwise_than_its_source_was_taken_to_is_found_out(
         edit, operations=[*others, msgspec.structs.replace(scales, arguments=[scales.arguments[0], 3])]
     )
     taken = replace(known, known=(wrong,))
-    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room=0: taken)
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room=0, live=None: taken)
     model.open("wrong", source)
     for index in range(5):
         model.step({"wrong": 2 if index == 0 else 1}, index)

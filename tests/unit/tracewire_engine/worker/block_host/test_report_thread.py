@@ -396,7 +396,7 @@ def test_a_relay_that_answers_late_leaves_the_ends_to_what_hosts_were_told(monke
     monkeypatch.setattr(known.saves, "ask", lambda *, trusted: None)
     host.theirs.close()
     thread.finish(known.records["r", 0])
-    while not thread._ended:
+    while known not in thread._ended:
         thread.wait_for_reports(0.01)
     assert not known.records["r", 0].over
     monkeypatch.setattr(ended_hosts, "_ANSWER_S", -1.0)

@@ -149,7 +149,7 @@ def test_a_block_that_asks_for_what_its_source_does_not_name_is_ended(
 ) -> None:
     of = model.hosts._accounts.of
     wrong = frozenset({"model.model.layers.0.output"})
-    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room: replace(of(arguments), edits=wrong))
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room, live: replace(of(arguments), edits=wrong))
     _, (found,) = model.visits_in(IN_PLACE)
     assert found.finish.error.type == "BlockHostLost"
     assert "asks for 'model.model.layers.1.output', of which its source says nothing" in found.finish.error.message
@@ -159,7 +159,7 @@ def test_a_block_that_assigns_although_its_source_does_not_is_ended(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = model.hosts._accounts.of
-    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room: replace(of(arguments), assigns=False))
+    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room, live: replace(of(arguments), assigns=False))
     _, (found,) = model.visits_in(ASSIGNS)
     assert "a value is replaced, of which the block's source says nothing" in found.finish.error.message
 
