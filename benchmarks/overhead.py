@@ -245,6 +245,8 @@ async def tracewire_round(
     it has one, by `time.time()`.
     """
     latencies: list[float] = []
+    #: Between the steps of each trace's tokens, in seconds.
+    gaps: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     results: dict[str, tracewire.Result] = {}
     steps: list[float] = []
@@ -264,6 +266,7 @@ async def tracewire_round(
         async def one(request: dict[str, Any], *, first: bool) -> None:
             token_ids, params = request["prompt"], sampling(request)
             async with client.trace(model, token_ids, block, interventions=declared, **params) as trace:
+                before = 0.0
                 marks["submitted"] = time.perf_counter() - began
                 async for output in trace:
                     marks["last_output"] = time.perf_counter() - began
@@ -272,6 +275,9 @@ async def tracewire_round(
                         if first and output.index == 0:
                             firsts.append(output.time)
                         steps.append(output.time)
+                        if before:
+                            gaps.append((output.time - before) / max(1, len(output.token_ids)))
+                        before = output.time
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
                 results[trace.id] = await trace.result()
@@ -291,14 +297,15 @@ async def tracewire_round(
     marks_ms = _milliseconds(marks)
     spans = {"began_at": began_at, "ended_at": began_at + seconds, "first_step": min(steps), "last_step": max(steps)}
     spans["last_first"] = max(firsts)
-    return {**totals, **spans, "seconds": seconds, "latencies": latencies, "marks_ms": marks_ms}
+    return {**totals, **spans, "seconds": seconds, "latencies": latencies, "gaps": gaps, "marks_ms": marks_ms}
 
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """What several subscribers, which ran at once, came to together."""
     found: dict[str, Any] = {name: sum(one[name] for one in answers) for name in ("tokens", "wire", "raw")}
     found["seconds"] = max(one["ended_at"] for one in answers) - min(one["began_at"] for one in answers)
-    found["latencies"] = [latency for one in answers for latency in one["latencies"]]
+    for name in ("latencies", "gaps"):
+        found[name] = [seconds for one in answers for seconds in one[name]]
     first, last = min(one["first_step"] for one in answers), max(one["last_step"] for one in answers)
     began = min(one["began_at"] for one in answers)
     marks = {"first_step": first - began, "generating": last - first, "ending": began + found["seconds"] - last}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["quantile", "quantiles"]
+__all__ = ["quantile", "quantiles", "step_ms"]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -17,3 +17,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     """p50, p95 and p99 in milliseconds."""
     return {f"p{percent}": round(1000 * quantile(seconds, percent / 100), 2) for percent in (50, 95, 99)}
+
+
+def step_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """p10 and p50 of how long steps take, in milliseconds. p10 is a step's time while nothing else disturbs it."""
+    return {f"p{percent}": round(1000 * quantile(seconds, percent / 100), 3) for percent in (10, 50)}

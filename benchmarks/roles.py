@@ -76,6 +76,8 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
 
     began = time.perf_counter()
     firsts: list[float] = []
+    #: Between the tokens of each request, in seconds.
+    gaps: list[float] = []
     every = successions(workload)
     turns = asyncio.Semaphore(workload.get("at_once", len(every)))
 
@@ -84,16 +86,22 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
         for request in requests:
             params = SamplingParams(**sampling(request), output_kind=RequestOutputKind.DELTA)
             async with turns:
+                before = 0.0
                 async for output in llm.generate({"prompt_token_ids": request["prompt"]}, params, uuid.uuid4().hex):
                     if not ids:
                         firsts.append(time.perf_counter() - began)
                     ids += output.outputs[0].token_ids
+                    now = time.perf_counter()
+                    if before:
+                        gaps.append((now - before) / max(1, len(output.outputs[0].token_ids)))
+                    before = now
         return ids
 
     found = await asyncio.gather(*(one(requests) for requests in every))
     marks = {"first_output": min(firsts), "joined": max(firsts) - min(firsts)}
     return {
         "tokens": sum(map(len, found)),
+        "gaps": gaps,
         "marks_ms": {name: round(1000 * seconds, 1) for name, seconds in marks.items()},
         # The same for the same tokens of all requests.
         "digest": hashlib.sha256(json.dumps(found).encode()).hexdigest(),

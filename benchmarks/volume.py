@@ -24,9 +24,10 @@ median over the rounds of tokens a second, relative to the plain round before it
 `made_to_plain` is the same from the first step to the last one. `mb_s` is how many megabytes of saved values the
 subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the
 subscriber's hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a
-latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds. `marks_ms` and
-`plain_marks_ms` say where a round's time goes. `core_ms` and `plain_core_ms` are the time of the engine's threads on
-cores, in milliseconds for one token of each request (`CoreTime.ms` in `core_time.py` names them).
+latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds. `step_ms` and
+`plain_step_ms` are from a token of a request to its next one: p50, and p10, which is a step that nothing disturbs.
+`marks_ms` and `plain_marks_ms` say where a round's time goes. `core_ms` and `plain_core_ms` are the time of the
+engine's threads on cores, in milliseconds for one token of each request (`CoreTime.ms` in `core_time.py` names them).
 
 An engine that waits long for its turn is slower at first. With `--wake`, each turn has a short round of both engines
 before those that count. `--limit SECONDS` begins no more rounds when the program has run for so long.
@@ -61,6 +62,7 @@ import psutil
 
 from benchmarks.overhead import ROOT, turn
 from benchmarks.processes import at_least, show
+from benchmarks.quantiles import step_ms
 from benchmarks.side_by_side import (
     SideBySide,
     add_options,
@@ -220,6 +222,8 @@ class Cell:
                 **figures(rounds[1:], self.base[1:]),
                 "rounds": len(rounds) - 1,
                 "growth": round(median(growth(one["latencies"]) for one in rounds[1:]), 2),
+                "step_ms": step_ms([gap for one in rounds[1:] for gap in one["gaps"]]),
+                "plain_step_ms": step_ms([gap for one in self.base[1:] for gap in one["gaps"]]),
                 "marks_ms": medians(one["marks_ms"] for one in rounds[1:]),
                 "plain_marks_ms": medians(one["marks_ms"] for one in self.base[1:]),
                 "core_ms": medians(one["core_ms"] for one in rounds[1:]),

@@ -322,6 +322,9 @@ def test_volume(blocks: str) -> None:
         above_zero(one, "plain", "to_plain", "p50_ms", "growth")
         for core in (one["core_ms"], one["plain_core_ms"]):
             above_zero(core, "ran", "slept", "other_threads", "other_processes")
+        for step in (one["step_ms"], one["plain_step_ms"]):
+            above_zero(step, "p10", "p50")
+            assert step["p10"] <= step["p50"]
         assert one["rounds"] == 1
         assert one["least"] == one["to_plain"] == one["most"]
         assert one["p50_ms"] <= one["p95_ms"] <= one["p99_ms"]

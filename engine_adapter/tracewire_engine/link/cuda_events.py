@@ -10,9 +10,9 @@ __all__ = ["current_stream", "recorded"]
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The calling thread's current stream of a device."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
+    """The calling thread's current stream of a device, or of the current one."""
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     handle = torch._C._cuda_getCurrentRawStream(index)
     found = _streams.get((index, handle))
     if found is None:
@@ -20,8 +20,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return found
 
 
-def recorded(free: list[torch.cuda.Event], device: torch.device) -> torch.cuda.Event:
-    """An event behind what the current stream of a device has to do until now: the last one of `free`, or a new one."""
+def recorded(free: list[torch.cuda.Event], device: torch.device | None = None) -> torch.cuda.Event:
+    """An event behind all that `current_stream` has to do: the last one of `free`, which loses it, or a new one."""
     event = free.pop() if free else torch.cuda.Event()
     event.record(current_stream(device))
     return event

@@ -130,10 +130,9 @@ class RingBuffer:
         room, event = self._bytes[start : start + size], None
         room.copy_(tensor, non_blocking=True)
         if tensor.is_cuda:
-            import torch
+            from .cuda_events import recorded
 
-            event = self._events.pop() if self._events else torch.cuda.Event()
-            event.record()
+            event = recorded(self._events, tensor.device)
         return RingCopy(Place(start, size, end), event, self._events)
 
     def _opened(self) -> bool:

@@ -25,6 +25,7 @@ from tracewire_bus.wire.digests import array_digest
 from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
 from tracewire_bus.wire.messages import Append
 from tracewire_bus.wire.refs import DTYPES
+from tracewire_engine.link.cuda_events import current_stream
 from tracewire_engine.link.memory import same_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class PinnedCopy:
         # Steps of one plan copy as many bytes each, and making a view takes as long as beginning a copy.
         self._pinned = used if used.nbytes == tensor.nbytes else self._lent[: tensor.nbytes]
         self._pinned.copy_(tensor, non_blocking=True)
-        self._copied.record()
+        self._copied.record(current_stream(tensor.device))
 
     @property
     def done(self) -> bool:

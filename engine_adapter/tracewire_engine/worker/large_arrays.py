@@ -22,6 +22,7 @@ from tracewire_bus.wire.digests import array_hash, digest
 from tracewire_bus.wire.kinds import MAX_DEPTH, Unsavable
 from tracewire_bus.wire.packing import wire
 from tracewire_bus.wire.refs import DTYPES, ArrayRef
+from tracewire_engine.link.cuda_events import recorded
 
 from .host_copy import TORCH_DTYPES, HostCopy, encoded_late
 
@@ -151,8 +152,7 @@ class LargeArray:
             if isinstance(value, torch.Tensor):
                 self._frozen = value.detach().clone(memory_format=torch.contiguous_format)
                 if value.is_cuda:
-                    self._arrived = torch.cuda.Event()
-                    self._arrived.record()
+                    self._arrived = recorded([], value.device)
             else:
                 self._frozen = np.array(value)
         except BaseException:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle  # noqa: TID251 (a check of saves, within this process)
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .declared.hooks import DeclaredInterleaver
 from .declared.managed_graphs import tap_graphs, untapped
 from .requests import extra_arguments
 from .runner import TracewireRunner
+from .sampler_states import changes_with_requests_alone
 from .step_states import RequestState, StepStates
 
 __all__ = ["SecondRunner"]
@@ -45,6 +47,7 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
     cudagraph_manager: Any
     is_last_pp_rank: bool
     req_states: Any
+    sampler: Any
     input_buffers: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +76,11 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
 
         return self.interleave(scheduler_output, forward) if self.tracewire_serving and not dummy_run else forward()
 
+    @cached_property
+    def tracewire_sampler_rests(self) -> bool:
+        """Whether vLLM's `add_requests` changes nothing if there are none."""
+        return self.sampler is None or changes_with_requests_alone(self.sampler)
+
     # vLLM calls the next four in this order.
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -85,8 +93,12 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: Any) -> None:
+        if not scheduler_output.scheduled_new_reqs:
+            if not self.tracewire_sampler_rests:
+                super().add_requests(scheduler_output)
+            return
         super().add_requests(scheduler_output)
-        if self.tracewire_serving and scheduler_output.scheduled_new_reqs:
+        if self.tracewire_serving:
             fresh = self.fresh_requests(scheduler_output)
             for data in fresh:
                 self.tracewire_come.add(data.req_id)

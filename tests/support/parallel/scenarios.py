@@ -54,7 +54,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 #: In which the demo model finds tokens about as likely as each other: rounding that is done in another order, as with
 #: tensor parallelism, decides between them.
-TIES = {"several_invokes", "several_choices", "shared_values", "module_calls", "declared_reads"}
+TIES = {"several_invokes", "several_choices", "sampling_parameters", "shared_values", "module_calls", "declared_reads"}
 
 Scenario = Callable[[Client, Model], Awaitable[Any]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -251,6 +251,35 @@ async def several_at_once(client: Client, model: Model) -> Any:
         for number in range(len(kinds)):
             group.start_soon(one, number)
     return [[found[number]["status"], found[number]["choices"][0][0]] for number in sorted(found)]
+
+
+@scenario
+async def sampling_parameters(client: Client, model: Model) -> Any:
+    """Requests with other parameters join a batch and leave it, each in another step, and none samples by another's."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.4},
+        {"logit_bias": {40: 30.0}},
+        {"frequency_penalty": 1.2, "presence_penalty": 0.5},
+        {"bad_words": ["return"]},
+        {"min_tokens": 9, "ignore_eos": False},
+        {"allowed_token_ids": [40, 41, 42, 43, 44, 45]},
+        {},
+    ]
+    found: dict[int, Any] = {}
+
+    async def one(number: int) -> None:
+        options: dict[str, Any] = {**GREEDY, **kinds[number], "max_tokens": 12 + number % 3}
+        async with client.trace(model, PROMPTS[number % 3], **options) as trace:
+            async for output in trace:
+                # The next one begins when this one has a token.
+                if isinstance(output, Output) and output.index == 0 and number + 1 < len(kinds):
+                    group.start_soon(one, number + 1)
+            found[number] = (await trace.result()).token_ids
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(one, 0)
+    return [found[number] for number in sorted(found)]
 
 
 @scenario

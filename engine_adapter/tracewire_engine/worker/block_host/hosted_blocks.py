@@ -256,6 +256,8 @@ class HostedBlocks:
         self._turns.begin_step()
         self._purge()
         told = self._others is not None and self._others.takes_part(scheduled)
+        if self._earlier is None and not self._of and not told:
+            return False
         present = [request_id for request_id in order if request_id in scheduled]
         if self._earlier is not None:
             self._earlier.begin(scheduled, present)

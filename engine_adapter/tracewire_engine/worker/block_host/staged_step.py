@@ -17,6 +17,7 @@ import torch
 from nnsight.intervention.source import NO_SKIP
 from nnsight.util import apply
 
+from tracewire_engine.link.cuda_events import recorded
 from tracewire_engine.link.shared_rows import RowMemory, aligned, pack_value
 from tracewire_engine.protocol.block_host import Reached, Shape, Shared
 
@@ -310,9 +311,7 @@ class StagedStep:
     def seal(self) -> None:
         """Take no more values."""
         if self._pinned and self._copied is None:
-            free = self._free_events
-            self._copied = free.pop() if free else torch.cuda.Event()
-            self._copied.record()
+            self._copied = recorded(self._free_events)
 
     def compare(self) -> None:
         """Note whether all is as in the step before of the same layout: hosts then get what they got of that one."""

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from tracewire_engine.link.cuda_events import current_stream
+
 __all__ = ["CudaFlags", "StreamFlags", "ThreadFlags"]
 
 _ARRIVED, _RELEASED, _PASSED, _EXPIRED, _COUNT = range(5)
@@ -66,7 +68,7 @@ class CudaFlags:
         self._array, self._address = self._memory.numpy(), self._memory.data_ptr()
         self.hold(0)
         self.go_on(0)
-        torch.cuda.current_stream().synchronize()
+        current_stream().synchronize()
 
     def arrive(self, number: int) -> None:
         self._put(_ARRIVED, number)
@@ -78,7 +80,7 @@ class CudaFlags:
         self._put(_PASSED, number)
 
     def _put(self, place: int, number: int) -> None:
-        error = self._write(torch.cuda.current_stream().cuda_stream, self._address + 8 * place, number, 0)
+        error = self._write(current_stream().cuda_stream, self._address + 8 * place, number, 0)
         if error:
             raise OSError(f"cuStreamWriteValue64 returned {error}")
 

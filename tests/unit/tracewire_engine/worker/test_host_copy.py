@@ -22,7 +22,7 @@ class OnDevice(torch.Tensor):
 class Event:
     """What has happened at once."""
 
-    def record(self) -> None:
+    def record(self, stream: Any) -> None:
         """Nothing is waited for."""
 
     def synchronize(self) -> None:
@@ -42,6 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(hosting.torch, "empty", pinned)
     monkeypatch.setattr(hosting.torch.cuda, "Event", Event)
+    monkeypatch.setattr(hosting, "current_stream", lambda device: None)
     monkeypatch.setattr(PinnedCopy, "_free", {})
     return sizes
 

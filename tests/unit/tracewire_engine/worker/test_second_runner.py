@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 import tracewire_engine  # noqa: F401 (before nnsight)
 from tracewire_engine.protocol.keys import BLOCK_ARG
+from tracewire_engine.worker import second_runner
 from tracewire_engine.worker.drafted_tokens import DraftedTokens
 from tracewire_engine.worker.second_runner import SecondRunner
 from tracewire_engine.worker.step_states import RequestState, StepStates
@@ -78,6 +79,7 @@ class _Theirs(GPUModelRunner):
         self.said: list[Any] = []
         self.tracewire_serving = True
         self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, _no_states()
+        self.sampler: Any = object()
         self.tracewire_drafted = DraftedTokens()
         self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
 
@@ -156,6 +158,23 @@ def test_a_preempted_request_that_goes_on_is_not_taken_anew_and_gets_its_kv_back
     said = _step(runner, _new("r0"), r0=1)
     assert [] in said
     assert said.index(("r0", ([1, 2],))) > said.index("vLLM updates")
+
+
+def test_vllm_adds_nothing_if_its_sampler_changes_with_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def alone(sampler: Any) -> bool:
+        asked.append(sampler)
+        return True
+
+    monkeypatch.setattr(second_runner, "changes_with_requests_alone", alone)
+    runner = _Runner()
+    runner.req_states = _runner([0], [3]).req_states
+    assert "vLLM adds" in _step(runner, _new("r0"), r0=3)
+    for _ in range(2):
+        assert "vLLM adds" not in _step(runner, r0=1)
+    assert "vLLM adds" in _step(runner, _new("r0"), r0=1)
+    assert asked == [runner.sampler]
 
 
 def test_before_the_engine_serves_vllm_is_left_alone() -> None:

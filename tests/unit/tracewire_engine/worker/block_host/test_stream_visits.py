@@ -158,8 +158,9 @@ def test_a_block_that_asks_for_what_its_source_does_not_name_is_ended(
 def test_a_block_that_assigns_although_its_source_does_not_is_ended(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = model.hosts._accounts.of
-    monkeypatch.setattr(model.hosts._accounts, "of", lambda arguments, room, live: replace(of(arguments), assigns=False))
+    accounts = model.hosts._accounts
+    of = accounts.of
+    monkeypatch.setattr(accounts, "of", lambda arguments, room, live: replace(of(arguments), assigns=False))
     _, (found,) = model.visits_in(ASSIGNS)
     assert "a value is replaced, of which the block's source says nothing" in found.finish.error.message
 
