@@ -162,6 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = anyio.run(_main, options, mode, Path(folder))
     if options.json:
         print(json.dumps(found))
+    else:
+        print(", ".join(f"{name}: {value}" for name, value in found.items()))
     return 1 if found["harmed"] or found["restarted"] or not found["free"] else 0
 
 
