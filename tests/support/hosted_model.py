@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -243,6 +244,11 @@ class HostedModel:
         changes = changes_of(trace, version, values)
         self.live.steer(changes)
         self.hosts.steer(changes)
+
+    @cached_property
+    def began(self) -> dict[str, int]:
+        """The first step of each request, on a stage of a pipeline."""
+        return {}
 
     def step(self, tokens: Mapping[str, int], index: int) -> Any:
         """Run one step of the model with these requests. Returns the samples."""

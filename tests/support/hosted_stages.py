@@ -46,9 +46,10 @@ def stages(
     return forwarded, earlier
 
 
-def _states(scheduled: Mapping[str, int], index: int) -> dict[str, Any]:
+def _states(scheduled: Mapping[str, int], index: int, began: dict[str, int]) -> dict[str, Any]:
+    """How far requests are in a step. `began` has the first step of each: it samples the request's token 0."""
     return {
-        name: SimpleNamespace(num_computed_tokens=index - count, num_prompt_tokens=0)
+        name: SimpleNamespace(num_computed_tokens=index - began.setdefault(name, index) - count, num_prompt_tokens=0)
         for name, count in scheduled.items()
     }
 
@@ -65,7 +66,7 @@ class FirstStage(HostedModel):
 
     def step(self, tokens: Mapping[str, int], index: int) -> Any:
         scheduled = {f"{name}-00000000": count for name, count in tokens.items()}
-        active = self.hosts.begin_for(_states(scheduled, index), scheduled, list(scheduled))
+        active = self.hosts.begin_for(_states(scheduled, index, self.began), scheduled, list(scheduled))
         reach = self.hosts.reach if active else lambda location, value, **_: value
         total = sum(scheduled.values())
         x = torch.linspace(-1, 1, total * HIDDEN).view(total, HIDDEN) + index
@@ -88,7 +89,7 @@ class _Last(HostedModel):
         scheduled = {f"{name}-00000000": count for name, count in tokens.items()}
         self.hosts.begin_ahead(scheduled)
         x = self._given.get(timeout=60)
-        active = self.hosts.begin_for(_states(scheduled, index), scheduled, list(scheduled))
+        active = self.hosts.begin_for(_states(scheduled, index, self.began), scheduled, list(scheduled))
         reach = self.hosts.reach if active else lambda location, value, **_: value
         with torch.inference_mode():
             samples = self._head(self._layers(x, reach, slice(2, None)), scheduled, reach)

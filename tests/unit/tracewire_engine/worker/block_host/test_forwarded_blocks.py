@@ -146,8 +146,6 @@ READS_ALL = (
 WRITES = EACH + "model.model.layers[1].output[0][:] *= 2.0\n"
 
 
-# It does not always come to its end: a report of the last stage stays away. Why is not known.
-@pytest.mark.full
 @pytest.mark.parametrize("kind", [HostedStages, RankedStages])
 @pytest.mark.parametrize("tenants", ["one trace", "another trace of its host"])
 def test_who_reads_gets_all_though_others_of_its_host_have_written(kind: Any, tenants: str) -> None:
