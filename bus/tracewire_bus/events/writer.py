@@ -399,6 +399,7 @@ class Writer:
         """Handle the replies to a batch. Returns the appends that a server was not ready for, to be sent again."""
         again: list[Append] = []
         held: set[str] = set()
+        late: list[tuple[Append, Exception | None]] = []
         for item, place in zip(batch, places, strict=True):
             outcome = replies[place]
             if item.settle is not None and not item.settles_late:
@@ -412,7 +413,7 @@ class Writer:
                 again.append(item)
             elif not isinstance(outcome, Exception):
                 self.restorer.keep(item, self._loop.time())
-                await self._conclude(item)
+                self._conclude(item, None, late)
                 through.add(item.key)
             elif item.key in waiting:
                 waiting[item.key].append(item)
@@ -425,12 +426,12 @@ class Writer:
                 # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
                 self.restorer.keep(item, self._loop.time())
-                await self._conclude(item)
+                self._conclude(item, None, late)
                 through.add(item.key)
             else:
-                await self._conclude(
-                    item, Fenced(f"event {item.id} of {item.key} does not follow the stream's last event")
-                )
+                fenced = Fenced(f"event {item.id} of {item.key} does not follow the stream's last event")
+                self._conclude(item, fenced, late)
+        await self._settle(late)
         return again
 
     def _unfenced(self, batch: list[Append]) -> list[Append]:
@@ -442,13 +443,25 @@ class Writer:
             )
         return [item for item in batch if item.attempt > item.stream.lost] if lost else batch
 
-    async def _conclude(self, item: Append, error: Exception | None = None) -> None:
-        """Settle the append's queue entry, unless that was done in the batch, and end the append."""
+    def _conclude(self, item: Append, error: Exception | None, late: list[tuple[Append, Exception | None]]) -> None:
+        """End an append, or add it to `late` if its queue entry is still to be settled."""
         if item.settle is not None and item.settles_late:
-            (reply,) = await self.restorer.execute_until_answered(item.settle, moving=True)
+            late.append((item, error))
+        else:
+            self._end(item, error)
+
+    async def _settle(self, late: list[tuple[Append, Exception | None]]) -> None:
+        """Settle queue entries in one round trip, and end their appends."""
+        # As plain tuples, so that the link does not hold a command back for those of other slots.
+        commands = [tuple(item.settle) for item, _ in late if item.settle is not None]
+        if not commands:
+            return
+        replies = await self.restorer.execute_until_answered(*commands, moving=True)
+        for (item, error), command, reply in zip(late, commands, replies, strict=True):
             if is_moving(reply):
-                return self._deferred.add(item.settle, item, error)
-        return self._end(item, error)
+                self._deferred.add(command, item, error)
+            else:
+                self._end(item, error)
 
     async def _wait_apart(self, waiting: dict[str, list[Append]], through: set[str]) -> None:
         """Let refused appends wait, in order, and give up streams that have waited for memory for too long."""
@@ -466,12 +479,14 @@ class Writer:
         stream.given_up = True
         self._queue = deque(item for item in self._queue if item.key != key)
         logger.warning("Redis had no memory for %d events of %s for %g s", len(items), key, self.patience_s)
+        late: list[tuple[Append, Exception | None]] = []
         error: BusFull | None = None
         for item in items:
             if error is None and item.repeated and await self.restorer.holds(item):
                 item.settles_late = True
                 self.restorer.keep(item, self._loop.time())
-                await self._conclude(item)
+                self._conclude(item, None, late)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")
             self._end(item, error)
+        await self._settle(late)

@@ -13,6 +13,7 @@ from tracewire_engine.protocol.messages import Generated, GeneratedChoice
 
 from .engine_api import Choice, Outputs, Prepared
 from .pending import PendingRecords
+from .trace_stream import Acknowledgements
 
 __all__ = ["RunningRequest"]
 
@@ -35,6 +36,8 @@ class RunningRequest:
         self.ends: list[tuple[str | None, int | str | None]] = [(None, None)] * prepared.choices
         self.logprobs: list[list[Any]] = [[] for _ in range(prepared.choices)]
         self.given = False
+        #: Of the outputs that the pump has queued last.
+        self.acknowledgements = Acknowledgements()
 
     def publishable(
         self, choice: Choice, steps: list[msgspec.Raw | Pieces], decode: Callable[[list[int], Prepared], str]

@@ -66,7 +66,7 @@ from .shared_saves import SharedSaves
 from .standing_edits import RequestEdits, StandingEdits
 from .trace_end import TraceEnd
 from .trace_lag import RequestPause, TraceLag
-from .trace_stream import UNNUMBERED, RawAccepted, RawFinal, TraceStream
+from .trace_stream import UNNUMBERED, Acknowledgements, RawAccepted, RawFinal, TraceStream
 from .validation import Blocks
 from .vector_files import VectorFiles
 
@@ -201,11 +201,20 @@ class TraceRun:
         self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads, bulk)
 
     def _append(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, None]:
-        """Publish an event, and before it the changes of live parameters and shared values that are due."""
+        """Publish an event, and before it what is due."""
+        return self._stream.append(*self._due(final), event, final=final)
+
+    def _queue(
+        self, event: Event, acknowledgements: Acknowledgements, *, final: bool = False
+    ) -> Coroutine[Any, Any, None]:
+        """Queue an event, and before it what is due, as `TraceStream.queue` does."""
+        return self._stream.queue(*self._due(final), event, acknowledgements=acknowledgements, final=final)
+
+    def _due(self, final: bool) -> list[Event]:
+        """The changes of live parameters and shared values that the stream reports before the next event."""
         if not self._accepted or (self.live is None and self._shared is None):
-            return self._stream.append(event, final=final)
-        shared = self._shared.events() if self._shared is not None else ()
-        return self._stream.append(*self._steered(final), *shared, event, final=final)
+            return []
+        return [*self._steered(final), *(self._shared.events() if self._shared is not None else ())]
 
     def _steered(self, final: bool) -> list[RawSteered]:
         """The changes of live parameters that the stream reports before the next event."""
@@ -244,6 +253,9 @@ class TraceRun:
 
         Returns `False`, and changes nothing, if the trace has ended or another call has set its end.
         """
+        if self.ended:
+            # The final may wait behind outputs for which Redis has no memory.
+            self._stream.hurry()
         if self._ending is not None or self.ended:
             return False
         self._ending = status, failure
@@ -327,6 +339,7 @@ class TraceRun:
             for request in self.requests:
                 self._pending.pop(request.name, None)
                 await self._give_result(request)
+                request.acknowledgements.close()
             self._stream.close()
             if self._shared is not None:
                 await self._shared.forget(self._engine, bool(self.requests))
@@ -423,17 +436,20 @@ class TraceRun:
     async def _pump(self, request: RunningRequest) -> None:
         """Publish one request's outputs as they come, until the request or all its choices have ended."""
         try:
-            finished = False
-            while not finished:
+            while True:
                 choices, finished = await request.outputs.get()
                 if choices:
                     self._patches.note(request.invoke)
                 for choice in choices:
                     if not request.done[choice.index]:
                         await self._publish(request, choice)
-                if not finished and all(request.done):
+                if finished:
+                    # `_conclude` waits for the last outputs, and for the final that it queues behind them, at once.
+                    return
+                if all(request.done):
                     await self._engine.abort(request.name)
                     return
+                await request.acknowledgements.wait()
         except Rejection as refused:
             self._broken = self._broken or refused.failure
             await self._engine.abort(request.name)
@@ -460,6 +476,7 @@ class TraceRun:
                 logger.debug("the block of %s has not got its result: %s", request.name, error)
 
     async def _publish(self, request: RunningRequest, choice: Choice) -> None:
+        """Queue the output of a choice's new tokens, when their reports have come."""
         if choice.logprobs is not None:
             # vLLM 0.25 repeats all log probabilities behind an abort.
             choice.logprobs = choice.logprobs[: len(choice.token_ids)]
@@ -494,8 +511,9 @@ class TraceRun:
         if not token_ids and not choice.text and finish_reason is None:
             return
         for note in self._scheduled.due(request.invoke, choice.index, first + len(token_ids), self.live):
-            await self._append(note)
-        await self._append(request.output(choice, first, steps, self._strings, sampled_at))
+            await self._queue(note, request.acknowledgements)
+        output = request.output(choice, first, steps, self._strings, sampled_at)
+        await self._queue(output, request.acknowledgements)
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
@@ -519,23 +537,28 @@ class TraceRun:
             # A client may have ended the trace during the waits above, and got the answer that the trace ends so.
             end.status, end.error = self._ending
         end.add_messages(self.requests)
+        acknowledgements = Acknowledgements(request.acknowledgements for request in self.requests)
+        try:
+            await self._queue(self._final(end), acknowledgements, final=True)
+            await acknowledgements.wait()
+        finally:
+            acknowledgements.close()
+
+    def _final(self, end: TraceEnd) -> RawFinal:
         prompt_logprobs = [request.outputs.prompt_logprobs for request in self.requests]
-        await self._append(
-            RawFinal(
-                **UNNUMBERED,
-                status=end.status,
-                error=end.error,
-                usage=_usage(self.requests),
-                deltas=end.deltas,
-                manifest=end.manifest,
-                save_errors=end.save_errors,
-                time=time.time(),
-                prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
-                warnings=end.warnings,
-                columns=end.columns,
-                messages=end.messages,
-            ),
-            final=True,
+        return RawFinal(
+            **UNNUMBERED,
+            status=end.status,
+            error=end.error,
+            usage=_usage(self.requests),
+            deltas=end.deltas,
+            manifest=end.manifest,
+            save_errors=end.save_errors,
+            time=time.time(),
+            prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
+            warnings=end.warnings,
+            columns=end.columns,
+            messages=end.messages,
         )
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:

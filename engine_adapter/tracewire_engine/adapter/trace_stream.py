@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from tracewire_bus.wire.messages import (
 from .bulk_writer import TraceBulk
 from .retention import Tally
 
-__all__ = ["UNNUMBERED", "RawAccepted", "RawFinal", "TraceStream"]
+__all__ = ["UNNUMBERED", "Acknowledgements", "RawAccepted", "RawFinal", "TraceStream"]
 
 #: The fields of an event that is not numbered yet. `TraceStream` numbers each event as it queues the event.
 UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
@@ -56,6 +55,44 @@ _LIFECYCLE: dict[type[Event], str] = {
     Final: "final",
     RawFinal: "final",
 }
+
+
+class Acknowledgements:
+    """Redis's acknowledgements of queued events for which no task has waited yet."""
+
+    def __init__(self, others: Iterable[Acknowledgements] = ()) -> None:
+        """Take over the acknowledgements of `others`."""
+        self._outcomes: list[Coroutine[Any, Any, str]] = []
+        for one in others:
+            self._outcomes += one._outcomes
+            one._outcomes = []
+
+    def add(self, outcome: Coroutine[Any, Any, str]) -> None:
+        """Take the outcome of a queued event."""
+        self._outcomes.append(outcome)
+
+    async def wait(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            Fenced, BusFull: as `TraceStream.append`, of the earliest event that failed.
+        """
+        failure: Exception | None = None
+        try:
+            while self._outcomes:
+                try:
+                    await self._outcomes.pop(0)
+                except Exception as error:
+                    failure = failure or error
+        finally:
+            self.close()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Drop those that are left: the attempt waits for no more of its events."""
+        while self._outcomes:
+            self._outcomes.pop().close()
 
 
 class TraceStream:
@@ -93,21 +130,25 @@ class TraceStream:
             Fenced: another attempt's event, or a final from another process, is on the stream.
             BusFull: Redis has no memory for one of the events.
         """
+        acknowledgements = Acknowledgements()
+        await self.queue(*events, final=final, acknowledgements=acknowledgements)
+        await acknowledgements.wait()
+
+    async def queue(self, *events: Event, acknowledgements: Acknowledgements, final: bool = False) -> None:
+        """Queue events as `append` does. Returns before Redis has them, when the store of bulk has their saves.
+
+        The caller waits for `acknowledgements`, or closes them.
+        """
         if self.bulk is not None:
             # The store must have the saves before an event that refers to them.
             for event in events:
                 if type(event) is RawOutput and not isinstance(event.deltas, msgspec.Raw):
                     event.deltas = await self.bulk.take(event.deltas) or event.deltas
         # No await between numbering events and queueing them: ids must go up in the stream.
-        waiting = [self._queue(event) for event in events[:-1]]
+        for event in events[:-1]:
+            acknowledgements.add(self._queue(event))
         self.ended = self.ended or final
-        waiting.append(self._queue(events[-1], final=final))
-        if len(waiting) == 1:
-            await waiting[0]
-            return
-        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        acknowledgements.add(self._queue(events[-1], final=final))
 
     def close(self) -> None:
         """Give the place of bulk back: the attempt publishes nothing more."""
