@@ -30,7 +30,7 @@ from .declared.hooks import DeclaredInterleaver
 from .declared.managed_graphs import tap_graphs, untapped
 from .requests import extra_arguments
 from .runner import TracewireRunner
-from .sampler_states import changes_with_requests_alone
+from .sampler_states import RememberedRows, changes_with_requests_alone
 from .step_states import RequestState, StepStates
 
 __all__ = ["SecondRunner"]
@@ -81,6 +81,11 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
         """Whether vLLM's `add_requests` changes nothing if there are none."""
         return self.sampler is None or changes_with_requests_alone(self.sampler)
 
+    @cached_property
+    def tracewire_remembered(self) -> RememberedRows | None:
+        """What the sampler need not ask in each step."""
+        return RememberedRows(self.sampler) if self.sampler is not None and self.tracewire_sampler_rests else None
+
     # vLLM calls the next four in this order.
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -97,6 +102,8 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
             if not self.tracewire_sampler_rests:
                 super().add_requests(scheduler_output)
             return
+        if self.tracewire_remembered is not None:
+            self.tracewire_remembered.forget()
         super().add_requests(scheduler_output)
         if self.tracewire_serving:
             fresh = self.fresh_requests(scheduler_output)

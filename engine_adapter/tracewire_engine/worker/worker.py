@@ -71,8 +71,9 @@ class TracewireWorker(_PlatformWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step."""
-        if self.model_runner.tracewire_serving:
-            self.model_runner.begin_ahead(scheduler_output)
+        runner = self.model_runner
+        if runner.tracewire_serving and runner.tracewire_pipeline is not None:
+            runner.begin_ahead(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def compile_or_warm_up_model(self) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from tests.support.bus_engine import engine_info
 from tracewire_bus.bus import Bus, Fenced
 from tracewire_bus.wire.codec import decode_event
 from tracewire_bus.wire.messages import Paused, Resumed
-from tracewire_engine.adapter.trace_stream import UNNUMBERED, RawFinal, TraceStream
+from tracewire_engine.adapter.trace_stream import UNNUMBERED, Acknowledgements, RawFinal, TraceStream
 
 
 async def _events(bus: Bus, trace: str) -> list[Any]:
@@ -37,3 +38,39 @@ async def test_events_are_numbered_in_order_and_the_final_settles_the_trace(bus:
         ("Final", taken.attempt, 2),
     ]
     assert await bus.records.ended("t")
+
+
+async def test_queued_events_are_waited_for_together_and_the_first_failure_is_raised(bus: Bus) -> None:
+    async with bus.writer() as writer:
+        stream = TraceStream(writer, engine_info("m", "one"), "t", 1, None)
+        acknowledgements = Acknowledgements()
+        for by in "ab":
+            await stream.queue(Paused(**UNNUMBERED, by=by), acknowledgements=acknowledgements)
+        together = Acknowledgements([acknowledgements])
+        await stream.queue(RawFinal(**UNNUMBERED, status="finished"), final=True, acknowledgements=together)
+        assert stream.ended
+        await acknowledgements.wait()  # has none any more
+        await together.wait()
+        assert [type(one).__name__ for one in await _events(bus, "t")] == ["Paused", "Paused", "Final"]
+        # The stream has ended, so each of these is refused.
+        await stream.queue(Paused(**UNNUMBERED, by="c"), Paused(**UNNUMBERED, by="d"), acknowledgements=together)
+        with pytest.raises(Fenced, match="event 1-3 "):
+            await together.wait()
+        await together.wait()
+
+
+async def test_events_that_no_task_waits_for_are_dropped(bus: Bus, recwarn: pytest.WarningsRecorder) -> None:
+    async with bus.writer() as writer:
+        stream = TraceStream(writer, engine_info("m", "one"), "t", 1, None)
+        acknowledgements = Acknowledgements()
+        await stream.queue(
+            Paused(**UNNUMBERED, by="a"), Paused(**UNNUMBERED, by="b"), acknowledgements=acknowledgements
+        )
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await acknowledgements.wait()
+        await stream.queue(Paused(**UNNUMBERED, by="c"), acknowledgements=acknowledgements)
+        acknowledgements.close()
+        await stream.append(RawFinal(**UNNUMBERED, status="finished"), final=True)
+    assert [one.seq for one in await _events(bus, "t")] == [0, 1, 2, 3]
+    assert not [one for one in recwarn if "never awaited" in str(one.message)]
