@@ -52,7 +52,7 @@ import psutil
 import tracewire
 from benchmarks.kind_cases import KINDS, Shape
 from benchmarks.processes import at_least, show
-from benchmarks.quantiles import quantiles
+from benchmarks.quantiles import StepTimes, quantiles
 from benchmarks.roles import cpu_seconds, sampling, successions
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.embedded import EmbeddedServer
@@ -245,7 +245,6 @@ async def tracewire_round(
     it has one, by `time.time()`.
     """
     latencies: list[float] = []
-    #: Between the steps of each trace's tokens, in seconds.
     gaps: list[float] = []
     totals = {"tokens": 0, "wire": 0, "raw": 0}
     results: dict[str, tracewire.Result] = {}
@@ -266,7 +265,7 @@ async def tracewire_round(
         async def one(request: dict[str, Any], *, first: bool) -> None:
             token_ids, params = request["prompt"], sampling(request)
             async with client.trace(model, token_ids, block, interventions=declared, **params) as trace:
-                before = 0.0
+                times = StepTimes(gaps)
                 marks["submitted"] = time.perf_counter() - began
                 async for output in trace:
                     marks["last_output"] = time.perf_counter() - began
@@ -275,9 +274,7 @@ async def tracewire_round(
                         if first and output.index == 0:
                             firsts.append(output.time)
                         steps.append(output.time)
-                        if before:
-                            gaps.append((output.time - before) / max(1, len(output.token_ids)))
-                        before = output.time
+                        times.note(len(output.token_ids), output.time)
                         latencies.append(time.time() - output.time)
                         totals["tokens"] += len(output.token_ids)
                 results[trace.id] = await trace.result()

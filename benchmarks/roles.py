@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.quantiles import StepTimes
+
 
 def cpu_seconds(pid: int | None = None) -> dict[str, float]:
     """CPU seconds of a process (this one, if none is named) and of each below it, so far, by kind of process."""
@@ -76,7 +78,6 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
 
     began = time.perf_counter()
     firsts: list[float] = []
-    #: Between the tokens of each request, in seconds.
     gaps: list[float] = []
     every = successions(workload)
     turns = asyncio.Semaphore(workload.get("at_once", len(every)))
@@ -86,15 +87,12 @@ async def plain_round(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
         for request in requests:
             params = SamplingParams(**sampling(request), output_kind=RequestOutputKind.DELTA)
             async with turns:
-                before = 0.0
+                steps = StepTimes(gaps)
                 async for output in llm.generate({"prompt_token_ids": request["prompt"]}, params, uuid.uuid4().hex):
                     if not ids:
                         firsts.append(time.perf_counter() - began)
                     ids += output.outputs[0].token_ids
-                    now = time.perf_counter()
-                    if before:
-                        gaps.append((now - before) / max(1, len(output.outputs[0].token_ids)))
-                    before = now
+                    steps.note(len(output.outputs[0].token_ids), time.perf_counter())
         return ids
 
     found = await asyncio.gather(*(one(requests) for requests in every))

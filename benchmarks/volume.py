@@ -25,7 +25,7 @@ median over the rounds of tokens a second, relative to the plain round before it
 subscribers got a second. `p50_ms`, `p95_ms` and `p99_ms` are from the end of the step that sampled a token to the
 subscriber's hands; `growth` is the median of the last quarter of a round's outputs over that of its second quarter: a
 latency that grows with the length of the run is above 1. `least` and `most` are those of single rounds. `step_ms` and
-`plain_step_ms` are from a token of a request to its next one: p50, and p10, which is a step that nothing disturbs.
+`plain_step_ms` are from a token of a request to its next one, over eight or more: p50, and p10, which little disturbs.
 `marks_ms` and `plain_marks_ms` say where a round's time goes. `core_ms` and `plain_core_ms` are the time of the
 engine's threads on cores, in milliseconds for one token of each request (`CoreTime.ms` in `core_time.py` names them).
 

@@ -311,7 +311,7 @@ def test_gateway_before_an_engine() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("blocks", ["inline", "host"])
 def test_volume(blocks: str) -> None:
-    sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "8", "--rounds", "1", "--settle", "0.2")
+    sizes = ("--requests", "1", "2", "--layers", "1", "all", "--tokens", "16", "--rounds", "1", "--settle", "0.2")
     more = ("--wake", "--limit", "1", "--turnover", "2") if blocks == "host" else ()
     found = figures("volume", "--quick", *sizes, "--seconds", "0.2", "--blocks", blocks, *more)
     assert (found["blocks"], found["turnover"]) == (blocks, 2 if more else 1)

@@ -62,6 +62,7 @@ async def test_traces_that_end_together_leave_the_queue_in_one_round_trip(
     traces = [f"t{number}" for number in range(20)]
     for trace in traces:
         await bus.queue.put("m", trace, b"d", client="c")
+    assert await bus.command("HLEN", bus.keys.queue("m", "data")) == len(traces)
     taken = {one.trace: one.attempt for one in await bus.queue.take("m", "one", len(traces), 0)}
     async with bus.writer() as writer:
         rounds = list[int]()
