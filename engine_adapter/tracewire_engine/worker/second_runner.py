@@ -17,8 +17,9 @@ import pickle  # noqa: TID251 (a check of saves, within this process)
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from nnsight.modeling.vllm.collect import dumps_compact
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -39,6 +40,14 @@ __all__ = ["SecondRunner"]
 _TRACED = frozenset((BLOCK_ARG, DECLARED_ARG, EDITS_ARG, FORCED_ARG, RUN_ARG))
 
 
+class _Rows(NamedTuple):
+    """A step's requests, in the order of the batch; and where vLLM keeps each, and how many tokens its prompt has."""
+
+    order: list[str]
+    places: np.ndarray[Any, Any]
+    prompts: list[int]
+
+
 class SecondRunner(TracewireRunner, GPUModelRunner):
     """vLLM's second model runner with the core's calls in its steps. In the bases it comes before the platform's."""
 
@@ -57,6 +66,8 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
         self.tracewire_come: set[str] = set()
         self.tracewire_known: dict[str, RequestState] = {}
         self.tracewire_states = StepStates([], [], [], {}, self.tracewire_known)
+        #: Of the newest step with traced requests, if no request has come since.
+        self.tracewire_rows: _Rows | None = None
         self.prepare_tracing()
 
     def capture_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +113,8 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
             if not self.tracewire_sampler_rests:
                 super().add_requests(scheduler_output)
             return
+        # vLLM may have removed a request and put it to another place.
+        self.tracewire_rows = None
         if self.tracewire_remembered is not None:
             self.tracewire_remembered.forget()
         super().add_requests(scheduler_output)
@@ -180,14 +193,16 @@ class SecondRunner(TracewireRunner, GPUModelRunner):
             if name in known:
                 known[name] = state
         if not known or not order:
-            self.tracewire_states = StepStates([], [], [], {}, known)
+            self.tracewire_states, self.tracewire_rows = StepStates([], [], [], {}, known), None
             return
-        places = [self.req_states.req_id_to_index[request_id] for request_id in order]
-        computed = self.req_states.num_computed_tokens_np[places].tolist()
+        rows = self.tracewire_rows
+        if rows is None or rows.order != order:
+            places = np.array([self.req_states.req_id_to_index[request_id] for request_id in order])
+            rows = self.tracewire_rows = _Rows([*order], places, self.req_states.prompt_len.np[places].tolist())
+        computed = self.req_states.num_computed_tokens_np[rows.places].tolist()
         if self.tracewire_drafted:
             computed = list(map(self.tracewire_drafted.computed, order, computed))
-        prompts = self.req_states.prompt_len.np[places].tolist()
-        self.tracewire_states = StepStates(order, computed, prompts, scheduled, known)
+        self.tracewire_states = StepStates(order, computed, rows.prompts, scheduled, known)
 
     # --- for the core -----------------------------------------------------------------------------------------------
 

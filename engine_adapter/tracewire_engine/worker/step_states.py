@@ -53,10 +53,6 @@ class StepStates(Mapping[str, RequestState]):
         rows = zip(self.indices.items(), self.computed, self._prompts, strict=True)
         return {name: RequestState(computed, prompt, max(0, index + 1)) for (name, index), computed, prompt in rows}
 
-    def index_of(self, name: str) -> int:
-        """The index of the token that a request of the step samples in it."""
-        return self.indices[name]
-
     @cached_property
     def indices(self) -> dict[str, int]:
         """The index of the token that each of the step's requests samples in it."""
@@ -88,7 +84,7 @@ def token_index_of(states: Mapping[str, Any], order: list[str], scheduled: Mappi
         scheduled: how many tokens of each the step has.
     """
     if isinstance(states, StepStates) and states.order == order:
-        return states.index_of
+        return states.indices.__getitem__
     return lambda name: token_index(states[name], scheduled[name])
 
 

@@ -28,7 +28,11 @@ def _runner(computed: list[int], prompts: list[int], **known: RequestState) -> A
     )
     drafted, states_of = DraftedTokens(), _no_states()
     return SimpleNamespace(
-        req_states=states, tracewire_known=dict(known), tracewire_states=states_of, tracewire_drafted=drafted
+        req_states=states,
+        tracewire_known=dict(known),
+        tracewire_states=states_of,
+        tracewire_drafted=drafted,
+        tracewire_rows=None,
     )
 
 
@@ -57,7 +61,9 @@ def test_a_prompt_that_is_computed_in_parts_has_generated_nothing() -> None:
 
 
 def test_steps_without_a_traced_request_look_nothing_up() -> None:
-    runner = SimpleNamespace(tracewire_known={}, tracewire_states=StepStates(["old"], [1], [1], {"old": 1}, {}))
+    runner = SimpleNamespace(
+        tracewire_known={}, tracewire_rows=None, tracewire_states=StepStates(["old"], [1], [1], {"old": 1}, {})
+    )
     SecondRunner._note_states(runner, ["r0"], {"r0": 1})
     assert runner.tracewire_states == {}
 
@@ -79,6 +85,7 @@ class _Theirs(GPUModelRunner):
         self.said: list[Any] = []
         self.tracewire_serving = True
         self.tracewire_come, self.tracewire_known, self.tracewire_states = set(), {}, _no_states()
+        self.tracewire_rows = None
         self.sampler: Any = object()
         self.tracewire_drafted = DraftedTokens()
         self.tracewire_preempted = SimpleNamespace(restore=lambda name, blocks: self.said.append((name, blocks)))
@@ -167,13 +174,25 @@ def test_vllm_adds_nothing_if_its_sampler_changes_with_requests_alone(monkeypatc
         asked.append(sampler)
         return True
 
+    class Remembered:
+        """Notes when the sampler forgets what it knows of the requests."""
+
+        def __init__(self, sampler: Any) -> None:
+            self.forgotten = 0
+
+        def forget(self) -> None:
+            self.forgotten += 1
+
     monkeypatch.setattr(second_runner, "changes_with_requests_alone", alone)
+    monkeypatch.setattr(second_runner, "RememberedRows", Remembered)
     runner = _Runner()
     runner.req_states = _runner([0], [3]).req_states
     assert "vLLM adds" in _step(runner, _new("r0"), r0=3)
     for _ in range(2):
         assert "vLLM adds" not in _step(runner, r0=1)
+    assert runner.tracewire_remembered.forgotten == 1
     assert "vLLM adds" in _step(runner, _new("r0"), r0=1)
+    assert runner.tracewire_remembered.forgotten == 2
     assert asked == [runner.sampler]
 
 
@@ -236,3 +255,16 @@ def test_drafts_that_were_not_taken_are_not_counted() -> None:
     runner.tracewire_drafted.accept([2])
     SecondRunner._note_states(runner, ["r1", "r0"], {"r0": 4, "r1": 1})
     assert {name: one.num_computed_tokens for name, one in runner.tracewire_states.items()} == {"r0": 7, "r1": 8}
+
+
+def test_a_request_that_comes_back_is_read_where_it_is_then() -> None:
+    runner = _Runner()
+    states = runner.req_states = _runner([7, 9], [5, 5]).req_states
+    _step(runner, _new("r0"), r0=1)
+    for _ in range(2):
+        _step(runner, r0=1)
+        assert runner.request_states()["r0"] == RequestState(7, 5, 4)
+    # It is preempted, and comes back to where vLLM kept another one.
+    states.req_id_to_index.update(r0=1, r1=0)
+    _step(runner, _new("r0"), r0=1)
+    assert runner.request_states()["r0"] == RequestState(9, 5, 6)
