@@ -13,27 +13,34 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 
+
+class _Changing(MetaPathFinder):
+    """Has a module changed once it is imported."""
+
+    def __init__(self, name, change):
+        self._name, self._change = name, change
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name, path, target=None):
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        load = spec.loader.exec_module
+
+        def changed(module):
+            load(module)
+            self._change(module)
+
+        spec.loader.exec_module = changed
+        return spec
+
+
 if os.environ.get("TRACEWIRE_TEST_AHEAD") == "1":
     from as_told import leave_scheduling
 
-    class _Ahead(MetaPathFinder):
-        """Has vLLM's platform of CPUs leave asynchronous scheduling as it is, once it is imported."""
-
-        def find_spec(self, name, path, target=None):
-            if name != "vllm.platforms.cpu":
-                return None
-            sys.meta_path.remove(self)
-            spec = find_spec(name)
-            load = spec.loader.exec_module
-
-            def changed(module):
-                load(module)
-                leave_scheduling(module.CpuPlatform, setattr)
-
-            spec.loader.exec_module = changed
-            return spec
-
-    sys.meta_path.insert(0, _Ahead())
+    # vLLM's platform of CPUs leaves asynchronous scheduling as it is.
+    _Changing("vllm.platforms.cpu", lambda module: leave_scheduling(module.CpuPlatform, setattr))
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import Backend, backends
@@ -61,3 +68,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: _store(
         self, ptrs, value, _boolean(mask), *rest
     )
+
+    # In the interpreter, the loops of the kernel for top-k and top-p count in numbers of Python, which it cannot use.
+    _Changing("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
