@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 #: The ways in the order of the bars, and their colours, which differ in lightness too.
-WAYS = {"none": "#9aa5b1", "steered": "#7db3e8", "declared": "#1f5fbf", "block": "#e08a3c"}
+WAYS = {"none": "#9aa5b1", "steered": "#7db3e8", "declared": "#1f5fbf", "block": "#e08a3c", "writing": "#9c4f12"}
 
 
 def label(cell: dict[str, Any]) -> str:
@@ -32,16 +32,16 @@ def draw(cells: list[dict[str, Any]], to: Path) -> None:
     from matplotlib import pyplot as plt
 
     workloads = list(dict.fromkeys(map(label, cells)))
-    figure, axes = plt.subplots(figsize=(9, 3.6))
+    figure, axes = plt.subplots(figsize=(10, 3.6))
     width = 0.8 / len(WAYS)
     for place, (way, colour) in enumerate(WAYS.items()):
         found = {label(cell): cell["to_plain"] for cell in cells if cell["way"] == way}
         where = [number + (place - (len(WAYS) - 1) / 2) * width for number, one in enumerate(workloads) if one in found]
         heights = [found[one] for one in workloads if one in found]
         bars = axes.bar(where, heights, width, color=colour, label=way)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7.5, padding=1)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     axes.axhline(1, color="#555", linewidth=0.8, linestyle="--")
-    axes.set(ylim=(0, 1.15), ylabel="tokens a second, to plain", xticks=range(len(workloads)))
+    axes.set(ylim=(0, 1.25), ylabel="tokens a second, to plain", xticks=range(len(workloads)))
     axes.set_xticklabels(workloads, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=len(WAYS), frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14))

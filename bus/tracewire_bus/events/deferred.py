@@ -11,7 +11,7 @@ import anyio
 
 from .appends import Append, DeferredCommand, is_moving
 
-__all__ = ["PROBES", "RETRY_S", "DeferredCommands", "MoveWarning"]
+__all__ = ["PROBES", "RETRY_S", "DeferredCommands", "EndedAppends", "MoveWarning"]
 
 logger = logging.getLogger("tracewire")
 
@@ -78,6 +78,38 @@ class DeferredCommands:
                     self._end(one.item, one.error)
         # The writer sends other appends in between.
         self.retry_at = anyio.current_time() + (0.0 if done else RETRY_S)
+
+
+class EndedAppends:
+    """The appends of a flush that have ended, but for those whose queue entries are still to be settled.
+
+    Args:
+        end: ends an append with an error or None.
+        deferred: has the commands for which a cluster must move a slot first.
+    """
+
+    def __init__(self, end: Callable[[Append, Exception | None], None], deferred: DeferredCommands) -> None:
+        self._end, self._deferred = end, deferred
+        self._late: list[tuple[Append, tuple[Any, ...], Exception | None]] = []
+
+    def add(self, item: Append, error: Exception | None = None) -> None:
+        """End an append, or keep it for `settle`."""
+        if item.settle is not None and item.settles_late:
+            # As a plain tuple, so that the link does not hold it back for those of other slots.
+            self._late.append((item, tuple(item.settle), error))
+        else:
+            self._end(item, error)
+
+    async def settle(self, execute: Execute) -> None:
+        """Settle the queue entries in one round trip by `execute`, which is `Restorer.execute_until_answered`."""
+        if not self._late:
+            return
+        replies = await execute(*(command for _, command, _ in self._late), moving=True)
+        for (item, command, error), reply in zip(self._late, replies, strict=True):
+            if is_moving(reply):
+                self._deferred.add(command, item, error)
+            else:
+                self._end(item, error)
 
 
 class MoveWarning:

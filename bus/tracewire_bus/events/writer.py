@@ -60,7 +60,7 @@ from .appends import (
     sign_finals,
 )
 from .batches import Batch, StuckStreams
-from .deferred import DeferredCommands, MoveWarning
+from .deferred import DeferredCommands, EndedAppends, MoveWarning
 from .restore import Restorer
 from .riders import Riders, execute_with
 
@@ -399,7 +399,7 @@ class Writer:
         """Handle the replies to a batch. Returns the appends that a server was not ready for, to be sent again."""
         again: list[Append] = []
         held: set[str] = set()
-        late: list[tuple[Append, Exception | None]] = []
+        ended = EndedAppends(self._end, self._deferred)
         for item, place in zip(batch, places, strict=True):
             outcome = replies[place]
             if item.settle is not None and not item.settles_late:
@@ -413,7 +413,7 @@ class Writer:
                 again.append(item)
             elif not isinstance(outcome, Exception):
                 self.restorer.keep(item, self._loop.time())
-                self._conclude(item, None, late)
+                ended.add(item)
                 through.add(item.key)
             elif item.key in waiting:
                 waiting[item.key].append(item)
@@ -426,12 +426,12 @@ class Writer:
                 # Redis took it the first time, with its effects, but perhaps without settling its queue entry.
                 item.settles_late = True
                 self.restorer.keep(item, self._loop.time())
-                self._conclude(item, None, late)
+                ended.add(item)
                 through.add(item.key)
             else:
                 fenced = Fenced(f"event {item.id} of {item.key} does not follow the stream's last event")
-                self._conclude(item, fenced, late)
-        await self._settle(late)
+                ended.add(item, fenced)
+        await ended.settle(self.restorer.execute_until_answered)
         return again
 
     def _unfenced(self, batch: list[Append]) -> list[Append]:
@@ -442,26 +442,6 @@ class Writer:
                 item, Fenced(f"Redis has lost events before {item.id} of {item.key}, or has events of another writer")
             )
         return [item for item in batch if item.attempt > item.stream.lost] if lost else batch
-
-    def _conclude(self, item: Append, error: Exception | None, late: list[tuple[Append, Exception | None]]) -> None:
-        """End an append, or add it to `late` if its queue entry is still to be settled."""
-        if item.settle is not None and item.settles_late:
-            late.append((item, error))
-        else:
-            self._end(item, error)
-
-    async def _settle(self, late: list[tuple[Append, Exception | None]]) -> None:
-        """Settle queue entries in one round trip, and end their appends."""
-        # As plain tuples, so that the link does not hold a command back for those of other slots.
-        commands = [tuple(item.settle) for item, _ in late if item.settle is not None]
-        if not commands:
-            return
-        replies = await self.restorer.execute_until_answered(*commands, moving=True)
-        for (item, error), command, reply in zip(late, commands, replies, strict=True):
-            if is_moving(reply):
-                self._deferred.add(command, item, error)
-            else:
-                self._end(item, error)
 
     async def _wait_apart(self, waiting: dict[str, list[Append]], through: set[str]) -> None:
         """Let refused appends wait, in order, and give up streams that have waited for memory for too long."""
@@ -479,14 +459,14 @@ class Writer:
         stream.given_up = True
         self._queue = deque(item for item in self._queue if item.key != key)
         logger.warning("Redis had no memory for %d events of %s for %g s", len(items), key, self.patience_s)
-        late: list[tuple[Append, Exception | None]] = []
+        ended = EndedAppends(self._end, self._deferred)
         error: BusFull | None = None
         for item in items:
             if error is None and item.repeated and await self.restorer.holds(item):
                 item.settles_late = True
                 self.restorer.keep(item, self._loop.time())
-                self._conclude(item, None, late)
+                ended.add(item)
                 continue
             error = BusFull(f"Redis had no memory left for event {item.id} for {self.patience_s:g} s")
             self._end(item, error)
-        await self._settle(late)
+        await ended.settle(self.restorer.execute_until_answered)

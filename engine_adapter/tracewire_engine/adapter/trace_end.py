@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tracewire_bus.wire.messages import SHARED_INVOKE, ChatMessage, ColumnsManifest, Failure, Manifest, Status
+from tracewire_bus.wire.messages import SHARED_INVOKE, ChatMessage, ColumnsManifest, Failure, Manifest, Status, Usage
 from tracewire_engine.protocol.messages import FinishRecord
 
 from .engine_api import Rejection
 from .pending import PendingChoice
 from .running_request import RunningRequest
+from .trace_stream import UNNUMBERED, RawFinal
 
 __all__ = ["UNREPORTED", "BlocksLost", "TraceEnd"]
 
@@ -106,3 +108,22 @@ class TraceEnd:
                 self.messages += request.messages()
         except Rejection as refused:
             self.error = self.error or refused.failure
+
+    def final(self, usage: Usage, requests: Sequence[RunningRequest]) -> RawFinal:
+        """The final event of a trace with these requests, not numbered yet."""
+        self.add_messages(requests)
+        prompt_logprobs = [request.outputs.prompt_logprobs for request in requests]
+        return RawFinal(
+            **UNNUMBERED,
+            status=self.status,
+            error=self.error,
+            usage=usage,
+            deltas=self.deltas,
+            manifest=self.manifest,
+            save_errors=self.save_errors,
+            time=time.time(),
+            prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
+            warnings=self.warnings,
+            columns=self.columns,
+            messages=self.messages,
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,7 @@ from .shared_saves import SharedSaves
 from .standing_edits import RequestEdits, StandingEdits
 from .trace_end import TraceEnd
 from .trace_lag import RequestPause, TraceLag
-from .trace_stream import UNNUMBERED, Acknowledgements, RawAccepted, RawFinal, TraceStream
+from .trace_stream import UNNUMBERED, Acknowledgements, RawAccepted, TraceStream
 from .validation import Blocks
 from .vector_files import VectorFiles
 
@@ -200,15 +200,15 @@ class TraceRun:
         #: Slows the trace while its events wait for Redis.
         self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads, bulk)
 
-    def _append(self, event: Event, *, final: bool = False) -> Coroutine[Any, Any, None]:
-        """Publish an event, and before it what is due."""
-        return self._stream.append(*self._due(final), event, final=final)
-
-    def _queue(
-        self, event: Event, acknowledgements: Acknowledgements, *, final: bool = False
+    def _append(
+        self, event: Event, *, final: bool = False, behind: Iterable[Acknowledgements] = ()
     ) -> Coroutine[Any, Any, None]:
+        """Publish an event, and before it what is due."""
+        return self._stream.append(*self._due(final), event, final=final, behind=behind)
+
+    def _queue(self, event: Event, acknowledgements: Acknowledgements) -> Coroutine[Any, Any, None]:
         """Queue an event, and before it what is due, as `TraceStream.queue` does."""
-        return self._stream.queue(*self._due(final), event, acknowledgements=acknowledgements, final=final)
+        return self._stream.queue(*self._due(False), event, acknowledgements=acknowledgements)
 
     def _due(self, final: bool) -> list[Event]:
         """The changes of live parameters and shared values that the stream reports before the next event."""
@@ -253,10 +253,9 @@ class TraceRun:
 
         Returns `False`, and changes nothing, if the trace has ended or another call has set its end.
         """
-        if self.ended:
-            # The final may wait behind outputs for which Redis has no memory.
-            self._stream.hurry()
         if self._ending is not None or self.ended:
+            # A final may wait behind outputs for which Redis has no memory.
+            self._stream.hurry()
             return False
         self._ending = status, failure
         for request in self.requests:
@@ -536,30 +535,8 @@ class TraceRun:
         if self._ending is not None:
             # A client may have ended the trace during the waits above, and got the answer that the trace ends so.
             end.status, end.error = self._ending
-        end.add_messages(self.requests)
-        acknowledgements = Acknowledgements(request.acknowledgements for request in self.requests)
-        try:
-            await self._queue(self._final(end), acknowledgements, final=True)
-            await acknowledgements.wait()
-        finally:
-            acknowledgements.close()
-
-    def _final(self, end: TraceEnd) -> RawFinal:
-        prompt_logprobs = [request.outputs.prompt_logprobs for request in self.requests]
-        return RawFinal(
-            **UNNUMBERED,
-            status=end.status,
-            error=end.error,
-            usage=_usage(self.requests),
-            deltas=end.deltas,
-            manifest=end.manifest,
-            save_errors=end.save_errors,
-            time=time.time(),
-            prompt_logprobs=prompt_logprobs if any(prompt_logprobs) else [],
-            warnings=end.warnings,
-            columns=end.columns,
-            messages=end.messages,
-        )
+        final = end.final(_usage(self.requests), self.requests)
+        await self._append(final, final=True, behind=[request.acknowledgements for request in self.requests])
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
         """End the trace with an error. Events that are already published stay."""

@@ -78,14 +78,11 @@ class Acknowledgements:
             Fenced, BusFull: as `TraceStream.append`, of the earliest event that failed.
         """
         failure: Exception | None = None
-        try:
-            while self._outcomes:
-                try:
-                    await self._outcomes.pop(0)
-                except Exception as error:
-                    failure = failure or error
-        finally:
-            self.close()
+        while self._outcomes:
+            try:
+                await self._outcomes.pop(0)
+            except Exception as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -123,16 +120,21 @@ class TraceStream:
         #: Whether a final event has been queued.
         self.ended = False
 
-    async def append(self, *events: Event, final: bool = False) -> None:
-        """Publish events, the last of them the final one if `final`. Returns when Redis has them.
+    async def append(self, *events: Event, final: bool = False, behind: Iterable[Acknowledgements] = ()) -> None:
+        """Publish events, the last of them the final one if `final`, behind others that are queued.
+
+        Returns when Redis has all of them.
 
         Raises:
             Fenced: another attempt's event, or a final from another process, is on the stream.
             BusFull: Redis has no memory for one of the events.
         """
-        acknowledgements = Acknowledgements()
-        await self.queue(*events, final=final, acknowledgements=acknowledgements)
-        await acknowledgements.wait()
+        acknowledgements = Acknowledgements(behind)
+        try:
+            await self.queue(*events, final=final, acknowledgements=acknowledgements)
+            await acknowledgements.wait()
+        finally:
+            acknowledgements.close()
 
     async def queue(self, *events: Event, acknowledgements: Acknowledgements, final: bool = False) -> None:
         """Queue events as `append` does. Returns before Redis has them, when the store of bulk has their saves.
