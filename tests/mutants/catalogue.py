@@ -653,9 +653,16 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/trace_stream.py",
         "an-output-is-published-twice",
-        "        waiting.append(self._queue(events[-1], final=final))\n",
-        "        waiting += [self._queue(events[-1], final=final), self._queue(events[-1], final=final)]\n",
+        "        acknowledgements.add(self._queue(events[-1], final=final))\n",
+        "        for _ in range(2):\n            acknowledgements.add(self._queue(events[-1], final=final))\n",
         _LEASES_ENGINE_LOSS + "::test_an_engine_that_dies_under_its_adapter_is_replaced",
+    ),
+    _of(
+        f"{_ENGINE}/worker/sampler_states.py",
+        "a-sampler-takes-a-new-request-for-the-one-before",
+        '        self._rows, self._known = b"", {}\n\n    def _answer',
+        "        pass\n\n    def _answer",
+        "tests/unit/tracewire_engine/worker/test_sampler_states.py::test_a_sampler_that_remembers_answers_as_one_that_asks",
     ),
     _of(
         f"{_ENGINE}/adapter/trace_run.py",
