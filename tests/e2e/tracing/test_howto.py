@@ -114,17 +114,26 @@ async def test_the_code_for_those_who_come_from_other_libraries(
     rows = np.random.default_rng(7).standard_normal((64, 256)).astype(np.float32) / 16
     sae = tracewire.SparseAutoencoder(rows, rows, model="demo", at="residual(4)")
     sae.save("blocks.4.hook_resid_post")
-    scope: dict[str, Any] = {}
-    await run_page(DOCS / "researchers.md", scope, redis=engine_bus)
-    await scope["client"].library.remove("codelike")
-    await scope["client"].aclose()
+    changed: int | None = None
+    for _ in range(3):
+        scope: dict[str, Any] = {}
+        await run_page(DOCS / "researchers.md", scope, redis=engine_bus)
+        await scope["client"].library.remove("codelike")
+        await scope["client"].aclose()
+        async for event in client.subscribe(scope["trace"].id):
+            if isinstance(event, tracewire.Steered):
+                changed = event.first_token()
+        # On a busy machine the trace may end before the change takes effect.
+        if changed is not None and changed + 8 <= len(scope["saved"].token_ids):
+            break
     # Where the prompts differ, the first layer has the answer; at the end, the last one has.
     normalized = scope["sweep"].normalized
     assert normalized[0].argmax() == 10
     assert abs(normalized[-1, -1] - 1) < 0.1
     watched = scope["saved"].to_numpy("watched")
-    # When the change takes effect is a matter of the machine.
-    assert watched[-12:].mean() > watched[:9].mean()
+    assert changed is not None
+    assert changed > 8
+    assert watched[changed:].mean() > watched[:9].mean() + 10
     assert "residual(" in capsys.readouterr().out
 
 
