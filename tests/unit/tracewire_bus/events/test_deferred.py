@@ -17,7 +17,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.events import restore
 from tracewire_bus.wire.ids import FINAL_ID
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 @pytest.fixture
