@@ -114,8 +114,8 @@ async def test_the_code_for_those_who_come_from_other_libraries(
     rows = np.random.default_rng(7).standard_normal((64, 256)).astype(np.float32) / 16
     sae = tracewire.SparseAutoencoder(rows, rows, model="demo", at="residual(4)")
     sae.save("blocks.4.hook_resid_post")
-    changed: int | None = None
     for _ in range(3):
+        changed: int | None = None
         scope: dict[str, Any] = {}
         await run_page(DOCS / "researchers.md", scope, redis=engine_bus)
         await scope["client"].library.remove("codelike")
