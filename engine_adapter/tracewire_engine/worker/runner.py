@@ -118,9 +118,8 @@ class TracewireRunner(RunnerParts):
         for run in self.tracewire_changed:
             self.tracewire_declared.update_live(run)
 
-    @torch.inference_mode()
     def begin_ahead(self, scheduler_output: Any) -> None:
-        """Let blocks in hosts take part in the earlier stages' part of a step, of which this is the last stage.
+        """Let blocks in hosts take part in the earlier stages' part of a step, if this is the last one of several.
 
         Called before vLLM waits for what the earlier stages compute.
         """
@@ -129,11 +128,12 @@ class TracewireRunner(RunnerParts):
             return
         if not scheduler_output.total_num_scheduled_tokens:
             return
-        fresh = self.fresh_requests(scheduler_output)
-        if any(not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)) for data in fresh):
-            self.take_requests(fresh)
-            self.tracewire_taken = True
-        hosts.begin_ahead(scheduler_output.num_scheduled_tokens)
+        with torch.inference_mode():
+            fresh = self.fresh_requests(scheduler_output)
+            if any(not {BLOCK_ARG, EDITS_ARG}.isdisjoint(extra_arguments(data)) for data in fresh):
+                self.take_requests(fresh)
+                self.tracewire_taken = True
+            hosts.begin_ahead(scheduler_output.num_scheduled_tokens)
 
     def fresh_requests(self, scheduler_output: Any) -> list[Any]:
         """The requests of a step that no step has had, as the scheduler describes them."""

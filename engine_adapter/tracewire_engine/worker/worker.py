@@ -72,7 +72,7 @@ class TracewireWorker(_PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step."""
         runner = self.model_runner
-        if runner.tracewire_serving and runner.tracewire_pipeline is not None:
+        if runner.tracewire_serving:
             runner.begin_ahead(scheduler_output)
         return super().execute_model(scheduler_output)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,9 @@ class Compiler:
         return made
 
 
-def alike(_: Callable[[], Any]) -> float:
+def alike(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Each kernel takes as long as every other one."""
-    return 1.0
+    return [1.0] * len(calls)
 
 
 @pytest.fixture
@@ -127,13 +127,23 @@ def test_outside_of_graphs_vllms_own_kernels_run(model: Any, compiler: Compiler)
     assert compiler.calls == before
 
 
-@pytest.mark.parametrize(("one", "single"), [((1.0, 1.2), True), ((1.2, 1.0), False)])
+@pytest.mark.parametrize(
+    ("one", "single", "said"),
+    [((1.0, 1.2), True, "1, 2 to 32"), ((1.2, 1.0), False, "2 to 32")],
+)
 def test_a_kernel_is_compiled_for_as_many_tokens_as_it_is_faster_for(
-    model: Any, compiler: Compiler, recorded: Any, one: tuple[float, float], single: bool
+    model: Any,
+    compiler: Compiler,
+    recorded: Any,
+    caplog: pytest.LogCaptureFixture,
+    one: tuple[float, float],
+    single: bool,
+    said: str,
 ) -> None:
     # Of both kernels, for 16, 32 and 64 tokens, and for one.
     times = iter([1.0, 1.1, 2.0, 2.1, 4.0, 3.9, *one])
-    compile_kernels(model, compiler, lambda call: (call(), next(times))[1])
+    caplog.set_level("INFO", "vllm.tracewire")
+    compile_kernels(model, compiler, lambda calls: [(call(), next(times))[1] for call in calls])
     silu = model.layer0.silu
     with torch.inference_mode():
         silu(torch.randn(64, WIDTH))
@@ -143,6 +153,27 @@ def test_a_kernel_is_compiled_for_as_many_tokens_as_it_is_faster_for(
                 silu(torch.randn(tokens, WIDTH))
             assert compiler.calls == before + uses
     assert next(times, None) is None
+    assert messages(caplog) == [
+        "in CUDA graphs, the worker computes the model's activations by compiled kernels in steps with so many tokens: "
+        + said
+    ]
+
+
+def test_a_kernel_that_is_never_faster_is_not_used(
+    model: Any, compiler: Compiler, recorded: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.tracewire")
+    compile_kernels(model, compiler, lambda calls: [1.1, 1.0])
+    run(model, 64)
+    before = compiler.calls
+    with recorded():
+        run(model, 64)
+        run(model, 1)
+    assert compiler.calls == before
+    assert messages(caplog) == [
+        f"in CUDA graphs, the worker computes the model's {kind} by vLLM's kernels, which are faster here"
+        for kind in ("activations", "rotary embeddings")
+    ]
 
 
 def test_nothing_is_compiled_while_the_engine_serves(model: Any, compiler: Compiler, recorded: Any) -> None:
@@ -175,7 +206,7 @@ def test_what_comes_to_other_values_for_some_tensors_is_compiled_for_others(
             wide(torch.randn(7, 2 * WIDTH))
             other(torch.randn(9, WIDTH))
     assert calls == [9]
-    assert len(warnings(caplog)) == 1
+    assert len(messages(caplog)) == 1
 
 
 def test_a_few_tokens_come_first(model: Any, compiler: Compiler, recorded: Any) -> None:
@@ -227,7 +258,7 @@ def test_a_block_that_changes_what_pytorch_compiles_for_has_nothing_compiled(
     assert compiler.times == 4
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "vllm.tracewire"]
 
 
@@ -245,7 +276,7 @@ def test_what_comes_to_other_values_stays_as_it_was(
     run(model, 64)
     with recorded():
         run(model, 64)
-    assert warnings(caplog) == [
+    assert messages(caplog) == [
         f"the model's {kind} are not compiled, which costs some speed: they come to other values than vLLM's"
         for kind in ("activations", "rotary embeddings")
     ]
@@ -260,7 +291,7 @@ def test_values_are_compared_at_many_positions_whatever_the_first_step_has(
     compile_kernels(model, unrotated, alike)
     _, query, key = projected(64)
     model.layer0.rotation(torch.zeros(64, dtype=torch.int64), query, key)
-    assert "rotary embeddings are not compiled" in warnings(caplog)[0]
+    assert "rotary embeddings are not compiled" in messages(caplog)[0]
 
 
 def test_values_that_are_no_numbers_are_the_same(model: Any, compiler: Compiler) -> None:
@@ -282,7 +313,7 @@ def test_what_cannot_be_compiled_stays_as_it_was(model: Any, caplog: pytest.LogC
     compile_kernels(model, broken, alike)
     run(model, 64)
     run(model, 64)
-    assert warnings(caplog) == [
+    assert messages(caplog) == [
         f"the model's {kind} are not compiled, which costs some speed: RuntimeError('no compiler here')"
         for kind in ("activations", "rotary embeddings")
     ]
