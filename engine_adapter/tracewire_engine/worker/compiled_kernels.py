@@ -34,9 +34,15 @@ _POSITIONS = 256
 _TIMED = (16, 32, 64, 128, 256, 512)
 
 
-def _compiled(function: Any) -> Any:
-    """As vLLM compiles: what is computed of several tensors at once becomes one kernel."""
-    return torch.compile(function, options={"combo_kernels": True, "benchmark_combo_kernel": True})
+def _compiled(function: Any, rounds: bool) -> Any:
+    """As vLLM compiles: what is computed of several tensors at once becomes one kernel.
+
+    Args:
+        function: what is compiled.
+        rounds: whether the kernel rounds each value in between to the tensors' type, as PyTorch's operations do.
+    """
+    options = {"combo_kernels": True, "benchmark_combo_kernel": True, "emulate_precision_casts": rounds}
+    return torch.compile(function, options=options)
 
 
 #: How many calls a graph has that times a kernel, and how often it runs. A run takes less than a millisecond: where
@@ -82,7 +88,7 @@ def _milliseconds(launch: Callable[[], Any]) -> float:
 
 def compile_kernels(
     model: torch.nn.Module,
-    compiled: Callable[[Any], Any] = _compiled,
+    compiled: Callable[[Any, bool], Any] = _compiled,
     timed: Callable[[Sequence[Callable[[], Any]]], list[float]] = _timed,
     *,
     serving: Callable[[], bool] = lambda: False,
@@ -93,20 +99,22 @@ def compile_kernels(
 
     Args:
         model: vLLM's.
-        compiled: compiles a function.
+        compiled: compiles a function, to a kernel that rounds in between or does not.
         timed: how long each of several calls takes.
         serving: whether the engine serves requests. A module that is first called then stays as it was.
 
     Returns:
         The paths of the modules that are compiled.
     """
-    activations = _Function("activations", compiled(SiluAndMul.forward_native), timed)
+    # vLLM's kernel of this activation rounds in between, and the one of rotary embeddings does not.
+    activations = _Function("activations", [compiled(SiluAndMul.forward_native, rounds) for rounds in (True, False)], timed)
     found = []
     for path, module in model.named_modules():
         if type(module) is SiluAndMul:
             function = activations
         elif _is_common_rotation(module):
-            function = _Function("rotary embeddings", compiled(_rotation(module)), timed)
+            rotation = _rotation(module)
+            function = _Function("rotary embeddings", [compiled(rotation, rounds) for rounds in (False, True)], timed)
         else:
             continue
         module.__dict__["_forward_method"] = _Compiled(module, function, serving)
@@ -138,6 +146,7 @@ def _rotation(module: RotaryEmbedding) -> Callable[..., Any]:
 class _Faster(NamedTuple):
     """Where a compiled kernel is at least as fast as vLLM's: for one token, and for 2 to `most` of them."""
 
+    call: Callable[..., Any] | None = None
     single: bool = False
     most: float = 0
 
@@ -159,14 +168,18 @@ class _Function:
 
     Args:
         kind: of the modules, for a warning.
-        call: the function. The first dimension of its tensors is the token.
+        calls: the function, compiled in several ways; the first way counts that comes to the values of vLLM's kernel.
+            The first dimension of its tensors is the token.
         timed: how long each of several calls takes.
     """
 
     def __init__(
-        self, kind: str, call: Callable[..., Any], timed: Callable[[Sequence[Callable[[], Any]]], list[float]]
+        self,
+        kind: str,
+        calls: Sequence[Callable[..., Any]],
+        timed: Callable[[Sequence[Callable[[], Any]]], list[float]],
     ) -> None:
-        self._kind, self.call, self._timed, self.failed = kind, call, timed, False
+        self._kind, self._calls, self._timed, self.failed = kind, calls, timed, False
         #: By the form of its tensors.
         self.faster: dict[Any, _Faster] = {}
 
@@ -179,22 +192,23 @@ class _Function:
         # Whatever goes wrong, this form is not tried again.
         self.faster[form] = _Faster()
         try:
-            self.call(*given, *more)
-            same = all(self._is_same(_drawn(given, rows, more), more, own) for rows in (_COMPARED, 1))
-            why = "" if same else "they come to other values than vLLM's"
-            if same:
-                self.faster[form] = self._compare(given, more, own)
+            same = next((call for call in self._calls if self._is_same(call, given, more, own)), None)
+            why = "they come to other values than vLLM's" if same is None else ""
+            if same is not None:
+                self.faster[form] = self._compare(same, given, more, own)
         except Exception as error:  # of any part of the compiler
             why, self.failed = repr(error), True
         if why:
             logger.warning("the model's %s are not compiled, which costs some speed: %s", self._kind, why)
 
-    def _compare(self, given: tuple[torch.Tensor, ...], more: tuple[Any, ...], own: Callable[..., Any]) -> _Faster:
+    def _compare(
+        self, call: Callable[..., Any], given: tuple[torch.Tensor, ...], more: tuple[Any, ...], own: Callable[..., Any]
+    ) -> _Faster:
         """Time both kernels."""
 
         def is_faster(rows: int) -> bool:
             drawn = _drawn(given, rows, more)
-            compiled, vllms = self._timed([partial(self.call, *drawn, *more), partial(own, *drawn)])
+            compiled, vllms = self._timed([partial(call, *drawn, *more), partial(own, *drawn)])
             return compiled <= vllms
 
         most: float = 1
@@ -204,18 +218,29 @@ class _Function:
             most = rows
         else:
             most = math.inf
-        found = _Faster(is_faster(1), most)
+        found = _Faster(call, is_faster(1), most)
         logger.info("in CUDA graphs, the worker computes the model's %s by %s", self._kind, found)
         return found
 
-    def _is_same(self, given: list[torch.Tensor], more: tuple[Any, ...], own: Callable[..., Any]) -> bool:
-        values = self.call(*given, *more)
-        # vLLM's kernel may write to what it is given.
-        theirs = own(*(tensor.clone() for tensor in given))
-        return all(
-            value.dtype == other.dtype and bool(((value == other) | (value.isnan() & other.isnan())).all())
-            for value, other in zip(_listed(values), _listed(theirs), strict=True)
-        )
+    def _is_same(
+        self, call: Callable[..., Any], given: tuple[torch.Tensor, ...], more: tuple[Any, ...], own: Callable[..., Any]
+    ) -> bool:
+        """Compile for these tensors, and compare with the values of vLLM's kernel."""
+        call(*given, *more)
+        return all(_is_alike(call, _drawn(given, rows, more), more, own) for rows in (_COMPARED, 1))
+
+
+def _is_alike(
+    call: Callable[..., Any], given: list[torch.Tensor], more: tuple[Any, ...], own: Callable[..., Any]
+) -> bool:
+    """Whether two kernels come to the same values."""
+    values = call(*given, *more)
+    # vLLM's kernel may write to what it is given.
+    theirs = own(*(tensor.clone() for tensor in given))
+    return all(
+        value.dtype == other.dtype and bool(((value == other) | (value.isnan() & other.isnan())).all())
+        for value, other in zip(_listed(values), _listed(theirs), strict=True)
+    )
 
 
 class _Compiled:
@@ -241,8 +266,10 @@ class _Compiled:
                 self._form = self._form_of(given)
                 if self._form not in function.faster:
                     function.compile(self._form, given, self._more(given), self._own)
-        elif function.faster.get(self._form, _Faster()).holds(len(given[0])) and self._form == self._form_of(given):
-            return function.call(*given, *self._more(given))
+            return self._own(*given)
+        found = function.faster.get(self._form, _Faster())
+        if found.call is not None and found.holds(len(given[0])) and self._form == self._form_of(given):
+            return found.call(*given, *self._more(given))
         return self._own(*given)
 
     def _more(self, given: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ class Compiler:
     def __init__(self) -> None:
         self.times = self.calls = 0
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: Any, _: bool) -> Any:
         return torch.compile(function, backend=self._backend)
 
     def _backend(self, graph: Any, _: Any) -> Callable[..., Any]:
@@ -189,7 +189,7 @@ def test_what_comes_to_other_values_for_some_tensors_is_compiled_for_others(
 ) -> None:
     calls: list[int] = []
 
-    def half(function: Any) -> Any:
+    def half(function: Any, _: bool) -> Any:
         def made(*given: Any) -> Any:
             calls.append(len(given[0]))
             return function(*given) * (2.0 if given[0].shape[-1] == 2 * WIDTH else 1.0)
@@ -265,7 +265,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_what_comes_to_other_values_stays_as_it_was(
     model: Any, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def off(function: Any) -> Any:
+    def off(function: Any, _: bool) -> Any:
         def wrong(*given: Any) -> Any:
             value = function(*given)
             return (value[0], value[1] * 1.5) if isinstance(value, tuple) else value * 1.5
@@ -282,10 +282,35 @@ def test_what_comes_to_other_values_stays_as_it_was(
     ]
 
 
+@pytest.mark.parametrize("kernels_round", [True, False])
+def test_a_kernel_rounds_in_between_where_vllms_does(
+    model: Any, recorded: Any, caplog: pytest.LogCaptureFixture, kernels_round: bool
+) -> None:
+    calls: list[str] = []
+
+    def compiled(function: Any, rounds: bool) -> Any:
+        def made(*given: Any) -> Any:
+            calls.append(function.__name__)
+            values = function(*given)
+            if rounds == kernels_round:
+                return values
+            return tuple(value * 1.01 for value in values) if isinstance(values, tuple) else values * 1.01
+
+        return made
+
+    compile_kernels(model, compiled, alike)
+    run(model, 64)
+    calls.clear()
+    with recorded():
+        run(model, 33)
+    assert calls == ["forward_native", "rotated"] * LAYERS
+    assert messages(caplog) == []
+
+
 def test_values_are_compared_at_many_positions_whatever_the_first_step_has(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unrotated(function: Any) -> Any:
+    def unrotated(function: Any, _: bool) -> Any:
         return lambda *given: (given[1], given[2]) if len(given) > 1 else function(*given)
 
     compile_kernels(model, unrotated, alike)
@@ -304,7 +329,7 @@ def test_values_that_are_no_numbers_are_the_same(model: Any, compiler: Compiler)
 
 
 def test_what_cannot_be_compiled_stays_as_it_was(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_: Any) -> Any:
+    def broken(_: Any, __: bool) -> Any:
         def fails(*_: Any) -> Any:
             raise RuntimeError("no compiler here")
 
