@@ -306,8 +306,8 @@ def play(seed: int, declared: DeclaredRequests, folder: Path | None = None, draf
         for half in (half for pair in halves for half in pair):
             half.copy_(torch.randn(total + 3, HIDDEN))
         streams = [(hidden + residual)[:total].clone() for hidden, residual in halves]
-        whole = declared.fits_buffers(serving=True)
-        buffered += whole and bool(declared.hooks)
+        whole = declared.fits_buffers()
+        buffered += whole
         for layer, pair in enumerate(halves):
             stage = declared.hooks.get(f"layer.{layer}.output")
             if whole:

@@ -348,7 +348,7 @@ def play(
         declared.begin([one.name for one in batch], scheduled, total, {one.name: one.state for one in batch})
         kept += declared.plan is before
         streams = []
-        taps = declared.buffers if declared.fits_buffers(serving=True) else None
+        taps = declared.buffers if declared.fits_buffers() else None
         for layer, (hidden, residual) in enumerate(buffers[total]):
             for half in (hidden, residual):
                 half.copy_(torch.randn(total + 2, HIDDEN, generator=noise))

@@ -7,11 +7,15 @@ capture puts each tap between two segments of the graph. Versions of vLLM differ
 - From 0.30 on, that wrapper captures graphs of the mode PIECEWISE only. A second wrapper around it captures FULL
   graphs, which compute the requests that generate. Those graphs are plain, so they have no place for taps.
 
-With any version, the worker replaces the wrapper of FULL graphs by one that captures two graphs of each batch size. One
-breaks at the taps. The other is whole, and kernels serve its taps (`tap_buffers.py`). Each step replays the one that
-its interventions fit. An engine runs its first such steps by both graphs and compares (`graph_proof.py`). The worker
-looks for graphs without a tap before the engine serves: such a graph would answer requests without interventions and
-without an error.
+With any version, the worker replaces the wrapper of FULL graphs by one that captures several graphs of each batch size:
+
+- The *bare* one is vLLM's own, without a tap. Steps without blocks and without interventions replay it.
+- The *broken* one breaks at the taps.
+- The *whole* one does not break. Kernels serve its taps (`tap_buffers.py`). Steps replay it whose interventions fit.
+  An engine runs its first such steps by this one and by the broken one, and compares (`graph_proof.py`).
+
+The worker looks for other graphs without a tap before the engine serves: such a graph would answer requests without
+interventions and without an error.
 """
 
 from __future__ import annotations
@@ -19,74 +23,85 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from .graph_proof import BothGraphs, inputs_in
 
-__all__ = ["TapServing", "breakable_throughout", "current_capture", "has_tap", "without_taps"]
+__all__ = ["GraphKind", "TapServing", "breakable_throughout", "current_capture", "has_tap", "without_taps"]
 
 #: The attribute that marks a capture with a tap.
 _MARK = "tracewire_tapped"
 
 
+#: What a graph has at the taps: nothing, kernels, or breaks.
+GraphKind = Literal["bare", "whole", "broken"]
+
+
 class TapServing(Protocol):
-    """What decides between the two graphs: the interleaver."""
+    """What decides between the graphs: the interleaver."""
 
     @property
     def has_kernels(self) -> bool:
         """Whether kernels can serve the taps of whole graphs on this engine."""
         ...
 
-    def whole_graph(self) -> AbstractContextManager[None]:
-        """Have the graphs that are captured meanwhile serve the taps by kernels."""
+    def capturing(self, kind: GraphKind) -> AbstractContextManager[None]:
+        """Have the graphs that are captured meanwhile be of a kind."""
         ...
 
-    def fits_whole_graph(self, tokens: int) -> bool:
-        """Whether the step under way can run as a whole graph of so many tokens, padding included."""
+    def graph_for(self, tokens: int) -> GraphKind:
+        """Which graph of so many tokens, padding included, the step under way runs as."""
         ...
 
     def run_whole(self, graphs: BothGraphs) -> Any:
-        """Run a step that fits, by one of the graphs or by both. Returns the output that counts."""
+        """Run a step that fits the whole graph, by this one or by both. Returns the output that counts."""
         ...
 
 
 @cache
-def _two_graphs() -> Callable[..., Any]:
-    """The class of the wrapper that captures two graphs of each batch size."""
+def _tapped_graphs() -> Callable[..., Any]:
+    """The class of the wrapper that captures several graphs of each batch size."""
     from vllm import forward_context
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.config import CUDAGraphMode
 
-    class TwoGraphs(BreakableCUDAGraphWrapper):
-        """vLLM's wrapper, whose FULL graphs break at the taps; and beside it `whole`, whose graphs do not."""
+    class TappedGraphs(BreakableCUDAGraphWrapper):
+        """vLLM's wrapper, whose FULL graphs break at the taps; and beside it two wrappers whose graphs do not."""
 
         def __init__(self, runnable: Any, vllm_config: Any, serving: TapServing, **mode: Any) -> None:
             super().__init__(runnable, vllm_config, **mode)
             self._serving = serving
+            self.bare = BreakableCUDAGraphWrapper(runnable, vllm_config, **mode)
             self.whole = BreakableCUDAGraphWrapper(runnable, vllm_config, **mode)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if not forward_context.is_forward_context_available() or not self._serving.has_kernels:
-                return super().__call__(*args, **kwargs)
+            serving, broken = self._serving, partial(super().__call__, *args, **kwargs)
+            if not forward_context.is_forward_context_available():
+                return broken()
             context = forward_context.get_forward_context()
             if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
-                return super().__call__(*args, **kwargs)
-            if context.batch_descriptor not in self.whole.entries:
-                output = super().__call__(*args, **kwargs)
-                with self._serving.whole_graph():
-                    self.whole(*args, **kwargs)
+                return broken()
+            if context.batch_descriptor not in self.bare.entries:
+                output = broken()
+                with serving.capturing("bare"):
+                    self.bare(*args, **kwargs)
+                if serving.has_kernels:
+                    with serving.capturing("whole"):
+                        self.whole(*args, **kwargs)
                 return output
-            broken = partial(super().__call__, *args, **kwargs)
-            if self._serving.fits_whole_graph(context.batch_descriptor.num_tokens):
+            kind = serving.graph_for(context.batch_descriptor.num_tokens)
+            if kind == "bare":
+                return self.bare(*args, **kwargs)
+            if kind == "whole":
                 whole, inputs = partial(self.whole, *args, **kwargs), partial(inputs_in, args, kwargs)
-                return self._serving.run_whole(BothGraphs(whole, broken, inputs))
+                return serving.run_whole(BothGraphs(whole, broken, inputs))
             return broken()
 
-    return TwoGraphs
+    return TappedGraphs
 
 
 def breakable_throughout(model: Any, vllm_config: Any, serving: TapServing) -> Any:
-    """vLLM's wrapped model, with the wrapper of FULL graphs replaced by one whose graphs have taps."""
+    """vLLM's wrapped model, with the wrapper of FULL graphs replaced by one whose graphs have taps where they need."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.config import CUDAGraphMode
@@ -95,10 +110,10 @@ def breakable_throughout(model: Any, vllm_config: Any, serving: TapServing) -> A
         if model.runtime_mode != CUDAGraphMode.FULL:
             return model
         CUDAGraphWrapper._all_instances.discard(model)
-        return _two_graphs()(model.runnable, vllm_config, serving, runtime_mode=CUDAGraphMode.FULL)
+        return _tapped_graphs()(model.runnable, vllm_config, serving, runtime_mode=CUDAGraphMode.FULL)
     if isinstance(model, BreakableCUDAGraphWrapper) and getattr(model, "runtime_mode", None) is None:
         BreakableCUDAGraphWrapper._all_instances.discard(model)
-        return _two_graphs()(model.runnable, vllm_config, serving)
+        return _tapped_graphs()(model.runnable, vllm_config, serving)
     return model
 
 
@@ -118,7 +133,7 @@ def has_tap(capture: Any) -> bool:
 
 
 def without_taps(model: Any) -> list[str]:
-    """Descriptions of the graphs without a tap that vLLM has captured around its model."""
+    """Descriptions of the graphs without a tap that vLLM has captured around its model, but for the bare ones."""
     found: list[str] = []
     while model is not None:
         wrapper = vars(model)

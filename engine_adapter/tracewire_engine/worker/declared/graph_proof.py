@@ -1,7 +1,7 @@
 """Proves that whole CUDA graphs come to what graphs with breaks come to, before an engine relies on them.
 
 Each engine has another model, GPU, and versions of vLLM, PyTorch and Triton. So the first steps that fit a whole graph
-run by both graphs, and the graph with breaks counts. A step proves what it uses: reads, edits, or neither. If the
+run by both graphs, and the graph with breaks counts. A step proves what it uses: reads, edits, or both. If the
 graphs differ, the engine logs an error, and runs every step by the graph with breaks. Both graphs write the same keys
 and values to the same places of the KV cache, so the second run of a step changes nothing there. A graph may also
 change what it is given: the first layer of a later pipeline stage adds to the residual stream of the stage before, in
@@ -62,11 +62,11 @@ class GraphProof:
     def __init__(self) -> None:
         self.failed = False
         #: By use, how many steps are to prove it yet; without those that are proven.
-        self._left = dict.fromkeys(("plain", "reads", "edits"), _STEPS)
+        self._left = dict.fromkeys(("reads", "edits"), _STEPS)
 
-    def holds(self, table: StepTable | None) -> bool:
+    def holds(self, table: StepTable) -> bool:
         """Whether the uses of a step with this table are proven."""
-        return not self._left or self._left.keys().isdisjoint(_uses(table))
+        return not self._left or self._left.keys().isdisjoint(table.uses)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class GraphProof:
             self.failed = True
             logger.exception("CUDA graphs that are whole failed: every step of this engine stops at each tap")
 
-    def compare(self, table: StepTable | None, whole: Sequence[Any], broken: Sequence[Any]) -> None:
+    def compare(self, table: StepTable, whole: Sequence[Any], broken: Sequence[Any]) -> None:
         """Compare what the two graphs have come to in a step: tensors in the same order, or `None`."""
         if self.failed:
             return
@@ -88,17 +88,13 @@ class GraphProof:
                 logger.error(
                     "CUDA graphs that are whole differ by %.3g from those that stop at the taps (in %s): every step of "
                     "this engine stops at each tap",
-                    *(apart, " and ".join(sorted(_uses(table)))),
+                    *(apart, " and ".join(sorted(table.uses))),
                 )
                 return
-        for use in self._left.keys() & _uses(table):
+        for use in self._left.keys() & table.uses:
             self._left[use] -= 1
             if not self._left[use]:
                 del self._left[use]
-
-
-def _uses(table: StepTable | None) -> frozenset[str]:
-    return frozenset(("plain",)) if table is None else table.uses
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

@@ -13,7 +13,7 @@ from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from tracewire_engine.worker.blocks.batched_serving import BlockServing
 from tracewire_engine.worker.parallel.topology import Topology
 
-from .cuda_graphs import current_capture
+from .cuda_graphs import GraphKind, current_capture
 from .graph_proof import BothGraphs
 from .plan import DeclaredRequests, LocationHook
 
@@ -36,8 +36,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
-    #: Whether the CUDA graph under capture is whole: kernels at the taps serve it, and it does not break there.
-    whole = False
+    #: What the CUDA graph under capture has at its taps.
+    captured: GraphKind = "broken"
     #: Under pipeline parallelism: which stage holds which module, and the locations that another stage serves
     #: although the forward pass reaches them on this stage.
     topology: Topology | None = None
@@ -103,9 +103,11 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         if hook is not None and self.interleaving:
             value = self._serve(hook, value)
         if provider in self.taps:
+            if self.captured == "bare":
+                return value
             # Marks the capture under way, if it is one of vLLM's breakable ones.
             current_capture()
-            if self.whole:
+            if self.captured == "whole":
                 assert self.declared.buffers is not None
                 self.declared.buffers.launch(provider, value)
                 return value
@@ -132,26 +134,28 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         return self.declared.buffers is not None
 
     @contextmanager
-    def whole_graph(self) -> Iterator[None]:
-        """Have the graphs that are captured meanwhile serve the taps by kernels."""
-        self.whole = True
+    def capturing(self, kind: GraphKind) -> Iterator[None]:
+        """Have the graphs that are captured meanwhile be of a kind."""
+        self.captured = kind
         try:
             yield
         finally:
-            self.whole = False
+            self.captured = "broken"
 
-    def fits_whole_graph(self, tokens: int) -> bool:
-        """Whether the step under way can run as a whole graph. If so, the kernels at the taps are set up for it.
+    def graph_for(self, tokens: int) -> GraphKind:
+        """Which graph the step under way runs as. If it is the whole one, the kernels at the taps are set up for it.
 
         `tokens`: how many the graph computes, padding included.
         """
-        return not self.busy and not self.skipped and self.declared.fits_buffers(tokens, serving=self.interleaving)
+        if self.busy or self.skipped:
+            return "broken"
+        # vLLM makes up steps, too. Nothing is served in them.
+        if not self.interleaving or not self.declared.hooks:
+            return "bare"
+        return "whole" if self.declared.fits_buffers(tokens) else "broken"
 
     def run_whole(self, graphs: BothGraphs) -> Any:
         """Run a step that fits a whole graph, by both graphs until that is proven. Returns the output that counts."""
-        if not self.interleaving:
-            # A step that vLLM makes up proves nothing.
-            return graphs.whole()
         return self.declared.run_whole(graphs, self.batcher.total)
 
     def replay(self, location: str, live: Any) -> None:

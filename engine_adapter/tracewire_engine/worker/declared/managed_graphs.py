@@ -3,11 +3,10 @@
 The second runner has a manager that captures graphs and replays them. The manager captures PIECEWISE graphs by a
 breakable wrapper, in which nnsight serves the taps. FULL graphs compute the requests that generate. The manager
 captures them by PyTorch's own capture, and such a graph has no place for a tap. `tap_graphs` makes the manager capture
-two FULL graphs of each batch size, as `cuda_graphs.py` does for the first runner: one is whole, and kernels serve its
-taps; the other breaks at the taps. Each step replays the one that its interventions fit, and the first such steps run
-by both.
+several FULL graphs of each batch size, as `cuda_graphs.py` does for the first runner: a bare one, one that breaks at
+the taps, and a whole one, whose taps kernels serve.
 
-Both graphs copy the model's output to a buffer of the manager as their last operation.
+All of them copy the model's output to a buffer of the manager as their last operation.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from .graph_proof import BothGraphs, inputs_in
 __all__ = ["tap_graphs", "untapped"]
 
 
-class TwoGraphs(CudaGraphManager):
-    """vLLM's manager, whose `graphs` break at the taps; and beside them `tracewire_whole`, which do not."""
+class TappedGraphs(CudaGraphManager):
+    """vLLM's manager, whose `graphs` break at the taps; and beside them those that do not, by batch."""
 
     tracewire_serving: TapServing
-    #: The whole graphs, and what the model was given when they were captured, by batch.
+    tracewire_bare: dict[Any, Any]
+    #: The whole graphs, and what the model was given when they were captured.
     tracewire_whole: dict[Any, Any]
     tracewire_inputs: dict[Any, list[torch.Tensor]]
     tracewire_model: torch.nn.Module
@@ -45,27 +45,37 @@ class TwoGraphs(CudaGraphManager):
 
         def create(desc: Any, warmup: bool) -> Any:
             made = create_forward_fn(desc, warmup=warmup)
-            if warmup or desc.cg_mode != CUDAGraphMode.FULL or not serving.has_kernels:
+            if warmup or desc.cg_mode != CUDAGraphMode.FULL:
                 return made
             forward, *more = made if isinstance(made, tuple) else (made,)
 
-            def whole(mode: Any) -> None:
-                with serving.whole_graph(), _noted_inputs(self.tracewire_model) as self.tracewire_inputs[desc]:
+            def bare(mode: Any) -> None:
+                with serving.capturing("bare"):
                     forward(mode)
 
-            return (whole, *more) if more else whole
+            return (bare, *more) if more else bare
 
         states = super().capture(create, *args, **kwargs)
-        self.tracewire_whole = dict(self.graphs)
+        self.tracewire_bare = dict(self.graphs)
         with graph_capture(device=self.device):
-            for desc in self.tracewire_whole:
-                self.graphs[desc] = self._broken(create_forward_fn, desc)
+            for desc in self.tracewire_bare:
+                if serving.has_kernels:
+                    self.tracewire_whole[desc] = self._whole(_forward(create_forward_fn, desc), desc)
+                self.graphs[desc] = self._broken(_forward(create_forward_fn, desc))
         return states
 
-    def _broken(self, create_forward_fn: Callable[..., Any], desc: Any) -> Any:
-        """Capture a graph that breaks at the taps. vLLM has run the model for this batch size before."""
-        made = create_forward_fn(desc, warmup=False)
-        forward = made[0] if isinstance(made, tuple) else made
+    def _whole(self, forward: Callable[..., Any], desc: Any) -> Any:
+        """Capture a graph whose taps kernels serve. vLLM has run the model for this batch size before."""
+        captured = torch.cuda.CUDAGraph()
+        get_offloader().sync_prev_onload()
+        kind, noted = self.tracewire_serving.capturing("whole"), _noted_inputs(self.tracewire_model)
+        with kind, noted as self.tracewire_inputs[desc], torch.cuda.graph(captured, self.pool):
+            forward(CUDAGraphMode.NONE)
+            get_offloader().join_after_forward()
+        return captured
+
+    def _broken(self, forward: Callable[..., Any]) -> Any:
+        """Capture a graph that breaks at the taps."""
         get_offloader().sync_prev_onload()
         with BreakableCUDAGraphCapture(pool=self.pool) as captured:
             # In this mode attention stays within the graph.
@@ -75,15 +85,22 @@ class TwoGraphs(CudaGraphManager):
 
     def run_fullgraph(self, desc: Any) -> Any:
         serving = self.tracewire_serving
-        if not serving.has_kernels or not serving.fits_whole_graph(desc.num_tokens):
+        kind = serving.graph_for(desc.num_tokens)
+        if kind == "bare":
+            self._run(self.tracewire_bare[desc])
+        elif kind == "whole":
+            inputs = partial(self.tracewire_inputs.__getitem__, desc)
+            serving.run_whole(BothGraphs(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs))
+        else:
             super().run_fullgraph(desc)
-            return
-        inputs = partial(self.tracewire_inputs.__getitem__, desc)
-        serving.run_whole(BothGraphs(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs))
+
+    @staticmethod
+    def _run(graph: Any) -> None:
+        get_offloader().sync_prev_onload()
+        graph.replay()
 
     def _run_whole(self, desc: Any) -> Any:
-        get_offloader().sync_prev_onload()
-        self.tracewire_whole[desc].replay()
+        self._run(self.tracewire_whole[desc])
         return self._output(desc)
 
     def _run_broken(self, desc: Any) -> Any:
@@ -97,12 +114,19 @@ class TwoGraphs(CudaGraphManager):
         return found[: desc.num_tokens]
 
 
-class _TwoModelGraphs(ModelCudaGraphManager, TwoGraphs):
+class _TappedModelGraphs(ModelCudaGraphManager, TappedGraphs):
     """vLLM's manager of a model's graphs, whose base is the one above."""
 
     def capture(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.tracewire_model = model
         return super().capture(model, *args, **kwargs)
+
+
+def _forward(create_forward_fn: Callable[..., Any], desc: Any) -> Callable[..., Any]:
+    """The function that runs the model for a batch, as vLLM makes it for a capture."""
+    made = create_forward_fn(desc, warmup=False)
+    forward: Callable[..., Any] = made[0] if isinstance(made, tuple) else made
+    return forward
 
 
 @contextmanager
@@ -122,11 +146,12 @@ def _noted_inputs(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 def tap_graphs(manager: Any, serving: TapServing) -> None:
     """Have a manager that has captured nothing yet capture graphs with taps."""
-    manager.__class__ = _TwoModelGraphs
-    manager.tracewire_serving, manager.tracewire_whole, manager.tracewire_inputs = serving, {}, {}
+    manager.__class__ = _TappedModelGraphs
+    manager.tracewire_serving, manager.tracewire_bare = serving, {}
+    manager.tracewire_whole, manager.tracewire_inputs = {}, {}
 
 
 def untapped(manager: Any) -> list[str]:
-    """Descriptions of the graphs of a manager that have no tap."""
+    """Descriptions of the graphs of a manager that have no tap, but for the bare ones."""
     found = [f"{type(manager).__name__}: {desc}" for desc, graph in manager.graphs.items() if not has_tap(graph)]
     return found + without_taps(getattr(manager, "breakable_cg_runner", None))

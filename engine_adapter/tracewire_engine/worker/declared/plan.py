@@ -446,18 +446,15 @@ class DeclaredRequests:
                 self.signals.tick.fill_(plan.steps)
         self.hooks = plan.hooks
 
-    def fits_buffers(self, tokens: int = 0, *, serving: bool) -> bool:
+    def fits_buffers(self, tokens: int = 0) -> bool:
         """Whether the kernels at the taps can serve this step, without a call at any location.
 
         If so, they are set up for it, and the forward pass must come by them next. `tokens`: how many the graph
-        computes, padding included. `serving`: whether the step's interventions are to be served at all.
+        computes, padding included.
         """
-        buffers, plan = self.buffers, self.plan if serving and self.hooks else None
-        if buffers is None:
+        buffers, plan = self.buffers, self.plan
+        if buffers is None or plan is None or not plan.hooks:
             return False
-        if plan is None:
-            buffers.use(None)
-            return True
         if not plan.tabled:
             plan.tabled = True
             plan.table = buffers.table({name: hook.groups for name, hook in plan.hooks.items()}, self.total)
@@ -475,25 +472,23 @@ class DeclaredRequests:
 
         Returns the output that counts. `total` is how many tokens the step computes.
         """
-        plan = self.plan if self.hooks else None
-        table = None if plan is None else plan.table
-        if self.proof.holds(table):
+        plan = self.plan
+        assert plan is not None
+        assert plan.table is not None
+        if self.proof.holds(plan.table):
             return graphs.whole()
         mine: list[Any] = []
         with put_back(graphs.inputs()), self.proof.guarded():
             # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
             mine += [tensor[:total].clone() for tensor in tensors_in(graphs.whole())]
-            if plan is not None:
-                self._read_buffers(plan)
-                mine += _taken(plan)
-        if plan is not None:
-            plan.buffered = plan.unread = False
+            self._read_buffers(plan)
+            mine += _taken(plan)
+        plan.buffered = plan.unread = False
         output = graphs.broken()
         with self.proof.guarded():
             theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
-            if plan is not None:
-                theirs += [found for collector in plan.collectors for found in collector.found]
-            self.proof.compare(table, mine, theirs)
+            theirs += [found for collector in plan.collectors for found in collector.found]
+            self.proof.compare(plan.table, mine, theirs)
         if self.proof.failed:
             self.buffers = None
         return output

@@ -80,10 +80,9 @@ class StepTable:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """What the kernels do in steps with this table: `"reads"` and `"edits"`, or `"plain"`. For a complete table."""
+        """What the kernels do in steps with this table: `"reads"` and `"edits"`. For a complete table."""
         flags = self.numbers[0]
-        found = [name for name, flag in (("reads", READ), ("edits", ADD)) if np.any(flags & flag)]
-        return frozenset(found or ["plain"])
+        return frozenset(name for name, flag in (("reads", READ), ("edits", ADD)) if np.any(flags & flag))
 
     def add(self, tap: int, group: Group) -> bool:
         """Add a group at a tap, behind those that were added. Returns `False` if it does not fit."""
@@ -210,7 +209,7 @@ class TapBuffers:
         #: The locations at which a whole graph has the kernel; and those at which one of the graphs lacks it.
         self._locations: set[str] = set()
         self._unserved: set[str] = set()
-        #: The table on the device; `None` while no row has a flag.
+        #: The table on the device, if one was used.
         self._current: StepTable | None = None
 
     def warm_up(self) -> None:
@@ -263,14 +262,11 @@ class TapBuffers:
                 return None
         return table
 
-    def use(self, table: StepTable | None) -> None:
-        """Have the kernels do what a table says from now on; nothing if it is `None`."""
+    def use(self, table: StepTable) -> None:
+        """Have the kernels do what a table says from now on."""
         if table is self._current:
             return
         self._current = table
-        if table is None:
-            self._numbers.zero_()
-            return
         numbers = torch.from_numpy(table.numbers)
         if self._numbers.is_cuda:
             numbers = numbers.pin_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -92,6 +93,8 @@ class Served:
 def test_requests_that_generate_come_by_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
+    # A block waits.
+    served.interleaver.busy = True
     for mode in (served.mode.FULL, served.mode.PIECEWISE):
         served.run(mode)
         # Entered while it was captured; then once in each replay.
@@ -127,23 +130,42 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     assert without_taps(served.model) == []
     # Captured with the kernel, and no break: one graph, and nothing behind it.
     (whole,) = served.model.whole.entries.values()
-    assert (len(whole.capture.segments), launched.call_count) == (1, 1)
-    entered = len(served.replayed)
-    served.run(served.mode.FULL)
-    assert len(served.replayed) == entered
-    # Both graphs run until they are proven to come to the same.
-    declared.proof._left["plain"] = 1
-    served.run(served.mode.FULL)
-    assert len(served.replayed) == entered + 1
-    entered += 1
-    # A block waits, or the step's interventions do not fit: the graph breaks.
+    (bare,) = served.model.bare.entries.values()
+    assert (len(whole.capture.segments), len(bare.capture.segments), launched.call_count) == (1, 1, 1)
+    ran: list[str] = []
+    for name in ("whole", "bare"):
+        noting = mock.Mock(side_effect=partial(_noted, ran, name), entries=getattr(served.model, name).entries)
+        monkeypatch.setattr(served.model, name, noting)
+    fits = [True]
+    monkeypatch.setattr(declared, "fits_buffers", lambda tokens: fits[0])
+    monkeypatch.setattr(declared, "run_whole", lambda graphs, total: graphs.whole())
+
+    def step() -> tuple[list[str], int]:
+        """Which graphs without breaks ran, and how often a tap was reached in another."""
+        ran.clear()
+        entered = len(served.replayed)
+        served.run(served.mode.FULL)
+        return [*ran], len(served.replayed) - entered
+
+    # Neither interventions nor blocks.
+    assert step() == (["bare"], 0)
+    declared.hooks = {TAP: mock.Mock()}
+    assert step() == (["whole"], 0)
+    # The step's interventions do not fit, or a block waits: the graph breaks.
+    fits[0] = False
+    assert step() == ([], 1)
     served.interleaver.busy = True
-    served.run(served.mode.FULL)
-    served.interleaver.busy = False
-    monkeypatch.setattr(declared, "fits_buffers", lambda tokens, *, serving: False)
-    served.run(served.mode.FULL)
-    assert len(served.replayed) == entered + 2
+    declared.hooks = {}
+    assert step() == ([], 1)
+    # In a step that vLLM makes up nothing is served.
+    served.interleaver.busy, served.interleaver.interleaving = False, False
+    declared.hooks = {TAP: mock.Mock()}
+    assert step() == (["bare"], 0)
     assert launched.call_count == 1
+
+
+def _noted(ran: list[str], name: str, *_: Any) -> None:
+    ran.append(name)
 
 
 def test_a_graph_of_more_tokens_than_the_buffers_have_rows_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +174,8 @@ def test_a_graph_of_more_tokens_than_the_buffers_have_rows_breaks(monkeypatch: p
     declared = served.interleaver.declared
     declared.buffers = TapBuffers([TAP], 4, 8, torch.float32, torch.device("cpu"), serve_rows)
     asked = []
-    monkeypatch.setattr(declared, "fits_buffers", lambda tokens, *, serving: asked.append(tokens))
+    declared.hooks = {TAP: mock.Mock()}
+    monkeypatch.setattr(declared, "fits_buffers", lambda tokens: asked.append(tokens))
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
     for _ in range(2):
         served.run(served.mode.FULL)
@@ -165,11 +188,13 @@ def test_a_whole_graph_without_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
     served.interleaver.taps = frozenset()
     served.run(served.mode.FULL)
-    assert without_taps(served.model) == [f"BreakableCUDAGraphWrapper: {BATCH}", f"TwoGraphs: {BATCH}"]
+    assert without_taps(served.model) == [f"BreakableCUDAGraphWrapper: {BATCH}", f"TappedGraphs: {BATCH}"]
 
 
-def test_without_the_kernel_there_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_there_is_no_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
     served.model = breakable_throughout(served.model, served.config, served.interleaver)
     served.run(served.mode.FULL)
     assert served.model.whole.entries == {}
+    assert list(served.model.bare.entries) == [BATCH]
+    assert without_taps(served.model) == []

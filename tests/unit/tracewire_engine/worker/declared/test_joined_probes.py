@@ -32,7 +32,7 @@ def read(declared: DeclaredRequests, *, together: bool) -> list[torch.Tensor]:
     assert plan is not None
     assert buffers is not None
     buffers._buffer.copy_(torch.randn(buffers._buffer.shape, generator=torch.Generator().manual_seed(1)))
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     if not together:
         plan.joined = []
     declared._read_buffers(plan)
@@ -145,7 +145,7 @@ def test_probes_for_which_the_device_has_no_room_fail_by_themselves(monkeypatch:
     """And raise nothing on the thread of the model."""
     declared = declared_of(probes(weight=weight()), probes(weight=weight()))
     assert declared.plan is not None
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
 
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -19,7 +19,7 @@ def test_a_graph_without_a_tap_is_named() -> None:
     assert untapped(manager) == ["SimpleNamespace: 32 tokens"]
 
 
-def test_a_manager_keeps_what_vllm_gave_it_and_captures_two_graphs() -> None:
+def test_a_manager_keeps_what_vllm_gave_it_and_captures_more_graphs() -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
     manager = object.__new__(ModelCudaGraphManager)
@@ -30,47 +30,34 @@ def test_a_manager_keeps_what_vllm_gave_it_and_captures_two_graphs() -> None:
     # What vLLM's class of models calls by `super()` is ours, and ours calls vLLM's base.
     kinds = type(manager).__mro__
     between = kinds[kinds.index(ModelCudaGraphManager) + 1]
-    assert between.__name__ == "TwoGraphs"
+    assert between.__name__ == "TappedGraphs"
     assert kinds[kinds.index(between) + 1] is CudaGraphManager
     assert {"capture", "run_fullgraph"} <= vars(between).keys()
 
 
-def test_without_kernels_each_step_replays_the_graph_that_breaks_at_the_taps(monkeypatch) -> None:
-    from vllm.v1.worker.gpu import cudagraph_utils
-
-    manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
-    replayed = []
-    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(desc))
-    tap_graphs(manager, SimpleNamespace(has_kernels=False))
-    manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
-    desc = SimpleNamespace(num_tokens=2)
-    assert manager.run_fullgraph(desc) == [1, 2]
-    assert replayed == [desc]
-
-
-def test_a_step_that_fits_runs_by_the_whole_graph_and_else_by_the_other(monkeypatch) -> None:
+def test_a_step_runs_by_the_graph_that_it_fits(monkeypatch) -> None:
     from vllm.v1.worker.gpu import cudagraph_utils
 
     said = []
     manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
     desc = SimpleNamespace(num_tokens=2)
     monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
-    serving = SimpleNamespace(
-        has_kernels=True, fits_whole_graph=lambda tokens: tokens == 2, run_whole=lambda graphs: graphs.whole()
-    )
+    kinds = {2: "whole"}
+    serving = SimpleNamespace(graph_for=kinds.__getitem__, run_whole=lambda graphs: graphs.whole())
     tap_graphs(manager, serving)
     manager.tracewire_inputs = _Any(["given"])
+    manager.tracewire_bare = _Any(SimpleNamespace(replay=lambda: said.append("bare")))
     manager.tracewire_whole = _Any(SimpleNamespace(replay=lambda: said.append("whole")))
     manager.is_last_pp_rank, manager.hidden_states, manager.use_aux_hidden_state_outputs = True, [1, 2, 3], False
     assert manager.run_fullgraph(desc) == [1, 2]
-    serving.fits_whole_graph = lambda tokens: False
-    manager.run_fullgraph(desc)
-    # Until it is proven, a step runs by both, and the one that breaks is the last.
-    serving.fits_whole_graph = lambda tokens: tokens == 2
+    for kinds[2] in ("broken", "bare"):
+        assert manager.run_fullgraph(desc) == [1, 2]
+    # Until the whole one is proven, a step runs by both, and the one that breaks is the last.
+    kinds[2] = "whole"
     serving.run_whole = lambda graphs: (graphs.whole(), graphs.broken(), said.append(graphs.inputs()))
     manager.run_fullgraph(desc)
     assert said.pop() == ["given"]
-    assert said == ["whole", "broken", "whole", "broken"]
+    assert said == ["whole", "broken", "bare", "whole", "broken"]
 
 
 class _Any:

@@ -168,7 +168,7 @@ def drafted_step(*, kernels: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     declared.begin(list(counts), counts, 8, states, drafts)
     generator = torch.Generator().manual_seed(0)
     streams = [torch.randn(12, HIDDEN, generator=generator) for _ in TAPS]
-    assert declared.fits_buffers(12, serving=True)
+    assert declared.fits_buffers(12)
     for tap, stream in zip(TAPS, streams, strict=True):
         if kernels:
             declared.buffers.launch(tap, stream)
@@ -218,13 +218,13 @@ BREAKS = {
 
 @pytest.mark.parametrize("what", FITS)
 def test_what_fits_needs_no_break(what: str) -> None:
-    assert declared_of(FITS[what], FITS["a probe"]).fits_buffers(serving=True)
+    assert declared_of(FITS[what], FITS["a probe"]).fits_buffers()
 
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_what_does_not_fit_breaks_the_graph(what: str) -> None:
     declared = declared_of(BREAKS[what], FITS["a probe"])
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
     # The kernels would otherwise still do what an earlier step asked for.
     values = torch.ones(2, HIDDEN)
     for stage in declared.hooks.values():
@@ -236,7 +236,7 @@ def test_what_does_not_fit_breaks_the_graph(what: str) -> None:
 
 def test_a_read_and_a_vector_of_other_requests_do_not_meet() -> None:
     declared = declared_of([(Probe("a", ""), [1])], [(Steer("", VECTOR), [1])])
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     hidden, residual = torch.ones(3, HIDDEN), torch.full((3, HIDDEN), 2.0)
     declared.buffers.launch(TAPS[1], (hidden, residual))
     torch.testing.assert_close(hidden, torch.stack([torch.ones(HIDDEN), 1 + torch.tensor(VECTOR), torch.ones(HIDDEN)]))
@@ -246,32 +246,23 @@ def test_a_read_and_a_vector_of_other_requests_do_not_meet() -> None:
 
 def test_one_half_of_a_residual_stream_is_read_where_it_was_asked_for() -> None:
     declared = declared_of([(Probe("a", ""), [1])], residual=False)
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     declared.buffers.launch(TAPS[1], (torch.ones(1, HIDDEN), torch.full((1, HIDDEN), 2.0)))
     _, _, flat = declared.collect(lambda rows: rows)
     assert flat.view(torch.float32).tolist() == [1.0] * HIDDEN
 
 
-def test_a_step_without_interventions_changes_nothing() -> None:
+def test_a_step_without_interventions_does_not_use_them() -> None:
     declared = declared_of(FITS["a vector"])
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     declared.pop("r0")
     declared.begin([], {}, 0, {})
-    assert declared.fits_buffers(serving=True)
-    value = torch.ones(4, HIDDEN)
-    for tap in TAPS:
-        declared.buffers.launch(tap, (value, value.clone()))
-    assert bool((value == 1).all())
-    # Outside of vLLM's steps, such as in a step that it makes up, nothing is served either.
-    declared = declared_of(FITS["a vector"])
-    assert declared.fits_buffers(serving=False)
-    declared.buffers.launch(TAPS[0], (value, value.clone()))
-    assert bool((value == 1).all())
+    assert not declared.fits_buffers()
 
 
 def test_the_table_is_written_when_the_plan_changes_and_only_then() -> None:
     declared = declared_of(FITS["a vector"])
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     numbers = declared.buffers._numbers
     written = numbers.clone()
     for changed in (False, True):
@@ -279,7 +270,7 @@ def test_the_table_is_written_when_the_plan_changes_and_only_then() -> None:
         declared.stale = changed
         states = {"r0": SimpleNamespace(num_computed_tokens=6 + changed, num_prompt_tokens=5)}
         declared.begin(["r0"], {"r0": 1}, 1, states)
-        assert declared.fits_buffers(serving=True)
+        assert declared.fits_buffers()
         assert torch.equal(numbers, written) is changed
 
 
@@ -300,24 +291,23 @@ def test_values_of_another_shape_break_the_graph(value: Any, served: bool) -> No
     declared.buffers = TapBuffers(TAPS, 64, HIDDEN, torch.float32, CPU, serve_rows)
     for tap in TAPS:
         declared.buffers.launch(tap, value)
-    assert declared.fits_buffers(serving=True) is served
+    assert declared.fits_buffers() is served
 
 
 def test_locations_without_a_kernel_and_long_steps_break_the_graph() -> None:
     declared = declared_of(FITS["a probe"])
     declared.buffers = buffers(taps=TAPS[:2])
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
     declared = declared_of(*[FITS["a probe"]] * 20)
     declared.buffers = buffers(rows=16)
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
     # A graph of more tokens than there are rows has no kernels, and others still have.
     declared.buffers.launch(TAPS[0], torch.zeros(32, HIDDEN))
     declared = declared_of(FITS["a probe"])
-    assert declared.fits_buffers(serving=True)
-    # One of fewer tokens is padded to a graph without kernels. Without interventions it needs none.
-    assert declared.fits_buffers(64, serving=True)
-    assert not declared.fits_buffers(65, serving=True)
-    assert declared.fits_buffers(65, serving=False)
+    assert declared.fits_buffers()
+    # One of fewer tokens is padded to a graph without kernels.
+    assert declared.fits_buffers(64)
+    assert not declared.fits_buffers(65)
 
 
 @pytest.mark.parametrize("requests", [1, 3, 5, 16, 200])
@@ -355,9 +345,9 @@ def test_buffers_have_a_row_for_each_token_of_a_graph_for_requests_that_generate
 def test_more_vectors_than_the_pool_holds_break_the_graph() -> None:
     declared = declared_of(*[[(Steer("", VECTOR + number), [0, 1, 2])] for number in range(8)])
     assert declared.buffers is not None
-    assert declared.fits_buffers(serving=True)
+    assert declared.fits_buffers()
     declared.plan.tabled, declared.buffers._pool = False, VectorPool(7, HIDDEN, CPU)
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
 
 
 def steers(*vectors: np.ndarray[Any, Any], scale: float = 1.0) -> list[Op]:
@@ -396,7 +386,7 @@ def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
         made.launch(tap, torch.zeros(4, HIDDEN))
     declared = declared_of([(Probe("a", ""), [1])])
     declared.buffers = made
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
         scheduler_config=SimpleNamespace(max_num_seqs=2),
@@ -410,7 +400,7 @@ def test_sharded_values_and_engines_without_graphs_have_no_kernels() -> None:
 
 def test_a_vector_of_another_width_ends_its_own_request() -> None:
     declared = declared_of([(Steer("", VECTOR[:4]), [1])], FITS["a probe"])
-    assert not declared.fits_buffers(serving=True)
+    assert not declared.fits_buffers()
     for stage in declared.hooks.values():
         stage.run((torch.ones(2, HIDDEN), torch.ones(2, HIDDEN)))
     assert declared.live["r0"].failure is not None
@@ -428,7 +418,7 @@ def test_half_precision_is_rounded_as_without_kernels() -> None:
         declared.buffers = buffers(dtype=torch.bfloat16)
         value = tuple(half.clone() for half in halves)
         if kernels:
-            assert declared.fits_buffers(serving=True)
+            assert declared.fits_buffers()
             declared.buffers.launch(TAPS[1], value)
         else:
             declared.hooks[TAPS[1]].run(value)
