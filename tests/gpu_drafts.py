@@ -80,9 +80,7 @@ def counts_drafts(model, tracer, live):
     from tracewire_engine.worker.runner import TracewireRunner
 
     if not hasattr(TracewireRunner, "counted"):
-        counted = TracewireRunner.counted = dict.fromkeys(
-            ("drafted", "taken", "steps", "whole", "broken", "failed"), 0
-        )
+        counted = TracewireRunner.counted = dict.fromkeys(("drafted", "taken", "steps", "whole", "broken", "failed"), 0)
         begin, serve = TracewireRunner.begin_rows, TracewireRunner.serve_samples
         fits, run, drafts = DeclaredRequests.fits_buffers, DeclaredRequests.run_whole, [False]
 

@@ -262,8 +262,8 @@ def normalize(interventions: Sequence[Any], *, keep_saved: bool = False, again: 
         DeclarationError: a value cannot travel, or is of a type that its field does not accept.
     """
     found = []
-    for index, one in enumerate(interventions):
-        plain = _normal_forms.get(one) if again else None
+    known = _normal_forms.get(interventions) if again else [None] * len(interventions)
+    for index, (one, plain) in enumerate(zip(interventions, known, strict=True)):
         if plain is None:
             plain = _normalize_one(one, f"interventions[{index}]", keep_saved)
             if again and plain is not one:

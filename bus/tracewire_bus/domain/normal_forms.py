@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -66,20 +67,18 @@ class NormalForms:
         #: Clients of several threads use one.
         self._lock = threading.Lock()
 
-    def get(self, one: Any) -> Declared | None:
-        """The normal form of an intervention; `None` if it is not known, or if the intervention has changed."""
+    def get(self, interventions: Iterable[Any]) -> list[Declared | None]:
+        """The normal form of each intervention; `None` where it is not known, or where the intervention has changed."""
+        pairs = []
         with self._lock:
-            kept = self._kept.get(id(one))
-            if kept is None:
-                return None
-            self._kept.move_to_end(id(one))
-        values = msgspec.structs.astuple(one)
-        if not all(map(is_, values, kept.values)) and not all(map(_alike, values, kept.values)):
-            return None
-        for array in kept.arrays:
-            if not _same(values[array.place], array):
-                return None
-        return kept.plain
+            for one in interventions:
+                kept = self._kept.get(id(one))
+                if kept is not None:
+                    self._kept.move_to_end(id(one))
+                pairs.append((one, kept))
+        #: Arrays that were compared with an encoded form. Several interventions may have one.
+        compared: set[tuple[int, int]] = set()
+        return [None if kept is None or not _unchanged(one, kept, compared) else kept.plain for one, kept in pairs]
 
     def keep(self, one: Any, plain: Declared) -> None:
         """Keep a normal form, if all that it was made of can be compared."""
@@ -89,7 +88,7 @@ class NormalForms:
         for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
             encoded = getattr(plain, name)
             if type(value) is np.ndarray and type(encoded) is msgspec.msgpack.Ext and type(encoded.data) is bytes:
-                arrays.append(_Array(place, value.dtype, value.shape, encoded.data))
+                arrays.append(_Array(place, value.dtype, value.shape, self._payload(value, encoded.data)))
                 # A view keeps all of the array alive of which it is a part.
                 wholes.append(value if value.base is None else value.base)
                 size += len(encoded.data)
@@ -107,6 +106,15 @@ class NormalForms:
             while self._bytes > _MOST_BYTES or len(self._kept) > _MOST:
                 self._drop(next(iter(self._kept)))
 
+    def _payload(self, array: Any, payload: bytes) -> bytes:
+        """An array's encoded form: that of the intervention that was kept last, if it has the same array."""
+        with self._lock:
+            last = next(reversed(self._kept.values()), None)
+        for known in last.arrays if last is not None else ():
+            if last is not None and last.values[known.place] is array and known.payload == payload:
+                return known.payload
+        return payload
+
     def _drop(self, key: int) -> None:
         kept = self._kept.pop(key, None)
         if kept is None:
@@ -122,6 +130,20 @@ class NormalForms:
 def _bytes_of(whole: Any) -> int:
     """The bytes of an array, or of another owner of memory, which does not say how many it has."""
     return int(getattr(whole, "nbytes", _LONGEST))
+
+
+def _unchanged(one: Any, kept: _Kept, compared: set[tuple[int, int]]) -> bool:
+    values = msgspec.structs.astuple(one)
+    if not all(map(is_, values, kept.values)) and not all(map(_alike, values, kept.values)):
+        return False
+    for array in kept.arrays:
+        value = values[array.place]
+        pair = id(value), id(array.payload)
+        if pair not in compared:
+            if not _same(value, array):
+                return False
+            compared.add(pair)
+    return True
 
 
 def _same(array: Any, known: _Array) -> bool:

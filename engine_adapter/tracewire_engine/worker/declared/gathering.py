@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from tracewire_bus.wire.messages import AttentionPattern
+from tracewire_bus.wire.messages import AttentionPattern, Steer
 
 from .drafted_rows import Served
 from .groups import Rows
@@ -31,6 +31,10 @@ class _Piece(NamedTuple):
     draft: int
 
 
+#: The first row of each entry, and how many rows it has.
+_Spans: TypeAlias = tuple[tuple[int, int], ...]
+
+
 class _Entries:
     """Rows of one intervention of several requests, which all have one row each, or all have several."""
 
@@ -38,7 +42,7 @@ class _Entries:
         self.several = several
         self.entries: list[Entry] = []
 
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> _Spans:
         """The rows of each."""
         return tuple([(one.row, 1) if type(one) is Served else one[1] for one in self.entries])  # type: ignore[index]
 
@@ -48,7 +52,7 @@ class _Alike:
 
     def __init__(self, step: int) -> None:
         self.members = Members(step)
-        self.pieces: list[tuple[tuple[int, int], ...]] = []
+        self.pieces: list[_Spans] = []
 
 
 class Gathering:
@@ -98,7 +102,7 @@ class Gathering:
         """The members of each group with their rows, in the order in which groups run. `total`: rows of the step."""
         self._gather()
         by_pieces: dict[tuple[int, ...], Rows] = {}
-        by_spans: dict[tuple[tuple[int, int], ...], Rows] = {}
+        by_spans: dict[_Spans, Rows] = {}
         for _, alike in sorted(self._found.items(), key=_in_order):
             pieces = tuple(map(id, alike.pieces))
             rows = by_pieces.get(pieces)
@@ -117,7 +121,8 @@ class Gathering:
         run, self._run = self._run, []
         lasting, self._all_lasting = self._all_lasting, True
         # The rows of interventions, by what these depend on. Each list of rows is one piece of all groups that have it.
-        known: dict[tuple[Any, ...], list[tuple[_Entries, tuple[tuple[int, int], ...]]]] = {}
+        known: dict[tuple[Any, ...], list[tuple[_Entries, _Spans]]] = {}
+        together: dict[tuple[Any, ...], tuple[list[Entry], _Spans]] = {}
         ops = run[0].declaration.ops if run else []
         shared = all(one.declaration.ops is ops for one in run)
         for order, op in enumerate(ops):
@@ -129,6 +134,14 @@ class Gathering:
             found = known.get(by)
             if found is None:
                 found = known[by] = [(one, one.spans()) for one in self._entries(op, run, lasting=lasting)]
+            if len(found) > 1 and shared and _is_uniform(op):
+                if by not in together:
+                    together[by] = _together(found)
+                every, all_spans = together[by]
+                alike = self._alike(_key(order, op, several=True))
+                alike.pieces.append(all_spans)
+                alike.members.add(op, order, every)
+                continue
             for entries, spans in found:
                 if entries.several and not shared:
                     for entry, span in zip(entries.entries, spans, strict=True):
@@ -220,6 +233,18 @@ def _key(order: int, op: Op, *, several: bool) -> tuple[Any, ...]:
         # Vectors are not spread over a prompt's rows: each vector has a group of its own.
         return order, op.grouping, id(op.matrix), id(op.bias), op.numbers
     return order, op.grouping
+
+
+def _is_uniform(op: Op) -> bool:
+    """Whether an intervention does the same with each of its rows, however many a request has of them."""
+    return isinstance(op.one, Steer) and op.one.when is None
+
+
+def _together(found: list[tuple[_Entries, _Spans]]) -> tuple[list[Entry], _Spans]:
+    """All of these entries in the order of their rows, and their rows."""
+    pairs = [pair for entries, spans in found for pair in zip(spans, entries.entries, strict=True)]
+    pairs.sort(key=lambda pair: pair[0])
+    return [entry for _, entry in pairs], tuple([span for span, _ in pairs])
 
 
 def _entries_of(found: dict[bool, _Entries], *, several: bool) -> list[Entry]:

@@ -471,6 +471,9 @@ class EditGroup(Group):
     @cached_property
     def addend(self) -> torch.Tensor:
         """Of a `Steer`: float32 `[hidden]`, or `[rows, hidden]`. Made once for as long as the batch stays the same."""
+        several = self.members.distinct_ops()
+        if len(several) == 1:
+            return several[0].scaled_vector()
         assert self.matrix is not None
         return self.matrix[..., 0, :] * column(self.numbers[0])
 

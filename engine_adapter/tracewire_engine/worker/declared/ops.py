@@ -147,7 +147,8 @@ class Op:
 
     __slots__ = (
         *("__weakref__", "autoencoder", "bias", "choice", "each_token", "gives", "grouping", "head_size", "heads"),
-        *("kept", "key", "matrix", "numbers", "one", "pattern", "reads", "rowwise", "sites", "token_patterns"),
+        *("kept", "key", "matrix", "numbers", "one", "pattern", "reads", "rowwise", "scaled", "sites"),
+        "token_patterns",
     )
 
     def __init__(
@@ -164,6 +165,7 @@ class Op:
         self.kept = None if placed.kept is None else vectors.kept.of(*placed.kept)
         self.gives = placed.gives
         self.numbers: tuple[float, ...] = ()
+        self.scaled: torch.Tensor | None = None
         key: tuple[Any, ...] = ()
         if isinstance(one, Probe):
             key = self._prepare_probe(one, vectors)
@@ -205,6 +207,13 @@ class Op:
         self.grouping = self.sites, self.key
         #: Whether it reads or edits the row of each token that a request generates.
         self.each_token = isinstance(one, Probe | LogitLens | Steer | Clamp | Ablate) and positions != "prompt"
+
+    def scaled_vector(self) -> torch.Tensor:
+        """What a `Steer` adds: float32 `[hidden]`."""
+        if self.scaled is None:
+            assert self.matrix is not None
+            self.scaled = self.matrix[0] * self.numbers[0]
+        return self.scaled
 
     @property
     def rows_by(self) -> tuple[Any, ...] | None:

@@ -59,6 +59,17 @@ def test_a_changed_one_is_normalized_anew(change: str) -> None:
     assert normalize([one]) == normalize([changed])
 
 
+def test_an_array_of_several_interventions_is_compared_once_and_its_change_found_in_all(forms: NormalForms) -> None:
+    vector = np.arange(8, dtype=np.float32)
+    several = [Steer(f"residual({layer})", vector, scale=0.5) for layer in range(4)]
+    before = normalize(several)
+    assert len({id(array.payload) for kept in forms._kept.values() for array in kept.arrays}) == 1
+    assert all(one is again for one, again in zip(before, normalize(several), strict=True))
+    vector[3] = 9.0
+    assert forms.get(several) == [None] * 4
+    assert normalize(several) == normalize([Steer(f"residual({layer})", vector, scale=0.5) for layer in range(4)])
+
+
 def test_a_change_to_something_wrong_is_found() -> None:
     one = _steer()
     normalize([one])
@@ -80,7 +91,7 @@ def test_a_change_to_something_wrong_is_found() -> None:
 )
 def test_what_cannot_be_compared_is_not_kept(one: Any, forms: NormalForms) -> None:
     normalize([one])
-    assert forms.get(one) is None
+    assert forms.get([one])[0] is None
 
 
 def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
@@ -88,7 +99,7 @@ def test_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, forms: NormalFo
     several = [_steer() for _ in range(5)]
     for one in (*several[:3], several[0], *several[3:]):
         normalize([one])
-    assert [forms.get(one) is not None for one in several] == [True, False, False, True, True]
+    assert [forms.get([one])[0] is not None for one in several] == [True, False, False, True, True]
 
 
 def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
@@ -96,7 +107,7 @@ def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: Norm
     monkeypatch.setattr(normal_forms, "_LONGEST", 3000)
     small, large = [_steer(200) for _ in range(4)], _steer(1000)
     normalize([*small, large])
-    assert [forms.get(one) is not None for one in (*small, large)] == [False, False, True, True, False]
+    assert [forms.get([one])[0] is not None for one in (*small, large)] == [False, False, True, True, False]
     arrays = sum(kept.one.vector.nbytes for kept in forms._kept.values())
     assert forms._bytes == arrays + sum(kept.size for kept in forms._kept.values()) <= 4000
 
@@ -104,13 +115,13 @@ def test_arrays_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, forms: Norm
 def test_what_an_adapter_decodes_is_not_kept(forms: NormalForms) -> None:
     one = _steer()
     normalize_once([one])
-    assert forms.get(one) is None
+    assert forms.get([one])[0] is None
 
 
 def test_a_part_of_a_large_array_is_not_kept(forms: NormalForms) -> None:
     one = Steer("residual(1)", np.zeros((1 << 10, 1 << 9), np.float32)[3], scale=0.5)
     normalize([one])
-    assert forms.get(one) is None
+    assert forms.get([one])[0] is None
 
 
 def test_a_large_array_counts_once_for_all_its_rows(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
@@ -118,12 +129,12 @@ def test_a_large_array_counts_once_for_all_its_rows(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(normal_forms, "_MOST_BYTES", 2 * rows.nbytes + 32 * 64)
     several = [Steer("residual(1)", row, scale=0.5) for row in rows]
     normalize(several)
-    assert all(forms.get(one) is not None for one in several)
+    assert all(forms.get([one])[0] is not None for one in several)
     assert rows.nbytes < forms._bytes <= 2 * rows.nbytes + 32 * 64
     other = _steer(rows.size // 2)
     normalize([other])
-    assert forms.get(other) is not None
-    assert not any(forms.get(one) for one in several[:16])
+    assert forms.get([other])[0] is not None
+    assert not any(forms.get([one])[0] for one in several[:16])
     monkeypatch.setattr(normal_forms, "_MOST", 0)
     normalize([_steer()])
     assert (forms._bytes, forms._sharing, len(forms._kept)) == (0, {}, 0)

@@ -101,6 +101,8 @@ def gathered(
             gathering.add(declaration, chunk, draft)
     total = sum(chunk.count for _, chunk, _ in pieces)
     groups = []
+    #: The members of `Steer`s, by place and intervention: those with one row may be apart from those with several.
+    steers: dict[tuple[int, int], list[Any]] = {}
     for members, rows in gathering.groups(total, CPU):
         assert rows.owners == tuple((id(one.declaration), one.draft) for one in members)
         assert rows.counts == [one.span[1] for one in members]
@@ -111,9 +113,20 @@ def gathered(
         groups.append((described, rows.numbers.tolist()))
     places = [described[0][4] for described, _ in groups]
     assert places == sorted(places)
+    for described, _ in [group for group in groups if _steers(group[0], pieces)]:
+        for one in described:
+            steers.setdefault((one[4], one[1]), []).append(one)
+    groups = [group for group in groups if not _steers(group[0], pieces)]
+    groups += [(sorted(every, key=lambda one: one[2]), []) for every in steers.values()]
     # Groups of one place have no row in common.
     groups.sort(key=lambda group: (group[0][0][4], group[0][0][7], group[1]))
     return groups, sorted(failed), gathering.recordable, gathering.steady
+
+
+def _steers(described: list[Any], pieces: list[tuple[Declaration, Chunk, int]]) -> bool:
+    """Whether a group's members add a vector."""
+    kinds = {id(op): type(op.one) for declaration, _, _ in pieces for op in declaration.ops}
+    return kinds[described[0][1]] is Steer
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -121,6 +134,21 @@ def gathered(
 def test_requests_are_gathered_at_once_as_they_would_be_one_by_one(seed: int, lasting: bool) -> None:
     pieces = batch(seed, DeclaredRequests(CPU))
     assert gathered(pieces, lasting=lasting) == gathered(pieces, apart=True)
+
+
+def test_prompts_and_generated_tokens_share_the_group_that_adds_a_vector() -> None:
+    known = DeclaredRequests(CPU)
+    spec = encoded([Probe("p", ""), Steer("", VECTOR)])
+    gathering = Gathering(lambda members, error: None)
+    # The prompt comes first in the batch.
+    for number, chunk in enumerate([Chunk(0, 0, 5, 5), Chunk(5, 7, 1, 5), Chunk(6, 6, 1, 5)]):
+        gathering.add(Declaration(f"r{number}", 0, spec, LiveRun(""), known.decoded), chunk, 0)
+    (read, at), (steered, rows) = gathering.groups(7, CPU)
+    assert [one.span for one in read] == [(4, 1), (5, 1), (6, 1)]
+    assert at.numbers.tolist() == [4, 5, 6]
+    assert [(one.declaration.request, one.span) for one in steered] == [("r0", (0, 5)), ("r1", (5, 1)), ("r2", (6, 1))]
+    # All rows of the step, so they need no index.
+    assert rows.index is None
 
 
 def test_groups_with_the_same_rows_share_them() -> None:
