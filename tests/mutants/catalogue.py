@@ -640,8 +640,8 @@ MUTANTS = (
         f"{_ENGINE}/worker/declared/tap_buffers.py",
         "a-kernel-s-table-is-of-an-earlier-plan",
         "        if table is self._current:\n",
-        "        if table is self._current or table is None:\n",
-        f"{_TAPS}/test_tap_buffers.py::test_a_step_without_interventions_changes_nothing",
+        "        if self._current is not None:\n",
+        f"{_TAPS}/test_tap_buffers.py::test_the_table_is_written_when_the_plan_changes_and_only_then",
     ),
     _of(
         f"{_ENGINE}/worker/declared/graph_proof.py",

@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -294,11 +294,16 @@ class HostedModel:
         assert self.hosts.finish(f"{name}-00000000", tokens, None, None)
         self.hosts.tell_ends()
 
-    def wait(self, *names: str, timeout_s: float = 60.0) -> None:
-        """Wait until the ends of these requests have been reported, and what they held is given up."""
+    def wait(self, *names: str, timeout_s: float = 60.0, hostile: Collection[str] = ()) -> None:
+        """Wait until the ends of these requests have been reported, and what they held is given up.
+
+        Of the `hostile` ones, saves may never come. An adapter gives them up after some seconds.
+        """
         until = time.monotonic() + timeout_s
-        while not all(self.outcomes[name].complete for name in names):
-            self._take(until)
+        for name in names:
+            outcome = self.outcomes[name]
+            while outcome.finish is None if name in hostile else not outcome.complete:
+                self._take(until)
         # A host is closed behind the report of its trace's end.
         settled = threading.Event()
         self.reports.do(settled.set)
@@ -317,15 +322,17 @@ class HostedModel:
         for finish in report.finishes:
             self.outcomes[finish.request].finish = finish
 
-    def run(self, blocks: Mapping[str, Block | str], steps: int = 3) -> dict[str, Outcome]:
-        """Run blocks, each of a trace of its own, in one batch, to their ends."""
+    def run(
+        self, blocks: Mapping[str, Block | str], steps: int = 3, *, hostile: Collection[str] = ()
+    ) -> dict[str, Outcome]:
+        """Run blocks, each of a trace of its own, in one batch, to their ends: see `wait`."""
         for name, block in blocks.items():
             self.open(name, block)
         for index in range(steps):
             self.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
         for name in blocks:
             self.finish(name, steps)
-        self.wait(*blocks)
+        self.wait(*blocks, hostile=hostile)
         return {name: self.outcomes[name] for name in blocks}
 
     def close(self) -> None:

@@ -251,6 +251,9 @@ def block_of(source: str) -> Block:
 def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, float):
+        # What is no number equals nothing.
+        return value.hex()
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -57,7 +57,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
 
 def batch(model: HostedModel, label: str, source: str) -> dict[str, Outcome]:
     sources = {"offender": source, "reads": READS, "writes": WRITES, "also reads": READS}
-    found = model.run({f"{label}.{name.replace(' ', '.')}": one for name, one in sources.items()}, steps=6)
+    blocks = {f"{label}.{name.replace(' ', '.')}": one for name, one in sources.items()}
+    found = model.run(blocks, steps=6, hostile=[f"{label}.offender"])
     return dict(zip(sources, found.values(), strict=True))
 
 
