@@ -90,6 +90,12 @@ class PendingChoice:
             return True
         return any(len(one) < max(one) + 1 - self.asked for one in (self.steps, self.reads.steps) if one)
 
+    @property
+    def lacks_saves(self) -> bool:
+        """Whether the choice's end is reported, and not all steps that the end counts. Their saves come another way."""
+        finish = self.finish
+        return finish is not None and finish.error is None and self.stepped < finish.steps
+
     def take(self, index: int) -> msgspec.Raw:
         """Take the report of a step that is part of the trace. Steps are taken in order."""
         deltas = self.steps.pop(index, _NO_DELTAS)

@@ -15,14 +15,16 @@ from .pending import PendingChoice
 from .running_request import RunningRequest
 from .trace_stream import UNNUMBERED, RawFinal
 
-__all__ = ["UNREPORTED", "BlocksLost", "TraceEnd"]
+__all__ = ["SAVES_LOST", "UNREPORTED", "BlocksLost", "TraceEnd"]
 
+#: Why a trace runs again whose saves did not come.
+SAVES_LOST = "what its block saved was lost on its way"
 UNREPORTED = Failure(type="EngineError", message="the workers did not report the request's end")
 _NO_DELTAS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class BlocksLost(Exception):
-    """The process of a trace's blocks was lost, perhaps by the blocks of another trace."""
+    """The process of a trace's blocks was lost, perhaps by the blocks of another trace; or what they had saved."""
 
 
 class TraceEnd:
@@ -65,6 +67,8 @@ class TraceEnd:
         record = choice.finish
         if record is not None and record.restart and record.error is not None and self._restarts:
             raise BlocksLost(record.error.message)
+        if not whole and self._restarts and self.error is None and choice.lacks_saves:
+            raise BlocksLost(SAVES_LOST)
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
             return False

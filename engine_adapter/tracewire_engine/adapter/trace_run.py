@@ -64,7 +64,7 @@ from .running_request import RunningRequest
 from .scheduled_notes import ScheduledNotes
 from .shared_saves import SharedSaves
 from .standing_edits import RequestEdits, StandingEdits
-from .trace_end import TraceEnd
+from .trace_end import SAVES_LOST, BlocksLost, TraceEnd
 from .trace_lag import RequestPause, TraceLag
 from .trace_stream import UNNUMBERED, Acknowledgements, RawAccepted, TraceStream
 from .validation import Blocks
@@ -233,6 +233,11 @@ class TraceRun:
                 request.pending.set_stops(stops)
 
     @property
+    def _restarts(self) -> bool:
+        """Whether the trace can run again."""
+        return self._attempt.restarts and self._ending is None
+
+    @property
     def ended(self) -> bool:
         """Whether this attempt has queued a final event."""
         return self._stream.ended
@@ -302,6 +307,7 @@ class TraceRun:
             EngineLost, BlocksLost: the engine, or the process of its blocks, died. It publishes no event for that.
         """
         lost: EngineLost | None = None
+        again: BlocksLost | None = None
         full: BusFull | None = None
         try:
             if self.attempt > 1:
@@ -332,6 +338,9 @@ class TraceRun:
             await self.abort_all()
         except* EngineLost as errors:
             lost = first_error(errors)
+        except* BlocksLost as errors:
+            again = first_error(errors)
+            await self.abort_all()
         except* BusFull as errors:
             full = first_error(errors)
         finally:
@@ -347,6 +356,8 @@ class TraceRun:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
+        if again is not None:
+            raise again
         if full is not None and not self.fenced:
             await self._end_without_memory(full)
 
@@ -455,6 +466,8 @@ class TraceRun:
         except ReportMissing as missing:
             if self._ending is None and not await self._engine.takes_requests():
                 raise EngineLost(f"{missing}, and vLLM does not answer") from missing
+            if self._restarts and self._broken is None and _lacks_saves(request):
+                raise BlocksLost(SAVES_LOST) from missing
             self._broken = self._broken or Failure(type="EngineError", message=str(missing))
             await self._engine.abort(request.name)
         finally:
@@ -516,7 +529,7 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        end = TraceEnd(self._broken, restarts=self._attempt.restarts and self._ending is None)
+        end = TraceEnd(self._broken, restarts=self._restarts)
         for request in self.requests:
             if request.pending is None:
                 continue
@@ -553,6 +566,10 @@ class TraceRun:
         for outcome in await asyncio.gather(*aborted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+def _lacks_saves(request: RunningRequest) -> bool:
+    return request.pending is not None and any(one.lacks_saves for one in request.pending.choices)
 
 
 def _first_tokens(requests: Sequence[RunningRequest], first: list[tuple[str, int, int]]) -> list[FirstToken]:

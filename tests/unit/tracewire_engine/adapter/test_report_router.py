@@ -7,12 +7,13 @@ import anyio.lowlevel
 import pytest
 
 import tracewire
-from tests.support.lost_reports import _NEVER_S, Reporting, begun, put
+from tests.support.lost_reports import _NEVER_S, NOTHING, Reporting, begun, put
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import acts
 from tracewire import Client
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter import pending
+from tracewire_engine.protocol.messages import FinishRecord, Report
 
 PATIENCE = 30
 
@@ -29,7 +30,7 @@ async def test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_g
     with anyio.fail_after(PATIENCE):
         async with (
             adapted(embedded, prefix, engine, engine_patience_s=patience_s) as adapter,
-            client.trace("tiny", "hello", acts, detach=True) as trace,
+            client.trace("tiny", "hello", acts, detach=True, on_engine_loss="fail") as trace,
             client.trace("tiny", "other", acts, detach=True) as other,
         ):
             (request,) = await begun(adapter, trace)
@@ -49,6 +50,48 @@ async def test_a_trace_whose_report_was_lost_ends_with_an_error_and_the_others_g
             engine.steps = 1
             engine.finish(another, count=0)
             assert (await other.result()).text == "x"
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("when", ["of a token", "behind the last token"])
+async def test_a_trace_runs_again_whose_end_came_without_what_its_block_had_saved(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, prompts: int, when: str
+) -> None:
+    """The process between them was killed, and the end went another way."""
+    monkeypatch.setattr(pending, "LATE_S", 0.01)
+    engine = Reporting()
+    options = {"detach": True, "max_attempts": 2}
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, engine_patience_s=_NEVER_S) as adapter,
+            client.trace("tiny", prompts=["hello", "others"][:prompts], block=acts, **options) as trace,
+        ):
+            first = await begun(adapter, trace)
+            engine.started = anyio.Event()
+            for request in first:
+                put(engine, request, 0)
+            engine.steps = 1
+            if when == "of a token":
+                put(engine, first[0], 1, reported=False)
+            else:
+                engine.requests[first[0]].put("", "stop", 0)
+                for request in first[1:]:
+                    engine.finish(request, count=0)
+            engine.report(Report(finishes=[FinishRecord(first[0], 0, NOTHING, steps=2)]))
+            await engine.started.wait()
+            if when == "of a token":
+                # The other prompt's request is no longer needed.
+                assert [what for what in engine.asked if what[0] == "abort"] == [("abort", one) for one in first]
+            events = aiter(client.subscribe(trace.id, since="start"))
+            while not isinstance(await anext(events), tracewire.Restarted):
+                pass
+            assert isinstance(await anext(events), tracewire.Accepted)
+            for request in [one for one in engine.requests if one not in first]:
+                put(engine, request, 0)
+                engine.finish(request, count=0)
+            result = await trace.result()
+            assert [one.choices[0].text for one in result.invokes] == ["x"] * prompts
 
 
 @pytest.mark.usefixtures("registered")
