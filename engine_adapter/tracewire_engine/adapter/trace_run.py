@@ -36,7 +36,6 @@ from tracewire_bus.wire.messages import (
     FirstToken,
     Lagging,
     Paused,
-    RawSteered,
     Reading,
     Restarted,
     Resumed,
@@ -212,17 +211,13 @@ class TraceRun:
 
     def _due(self, final: bool) -> list[Event]:
         """The changes of live parameters and shared values that the stream reports before the next event."""
-        if not self._accepted or (self.live is None and self._shared is None):
-            return []
-        return [*self._steered(final), *(self._shared.events() if self._shared is not None else ())]
-
-    def _steered(self, final: bool) -> list[RawSteered]:
-        """The changes of live parameters that the stream reports before the next event."""
-        live = self.live
-        if live is None:
-            return []
-        told = live.take_events(partial(_first_tokens, self.requests))
-        return [*told, *live.last_events()] if final else told
+        due: list[Event] = []
+        if self._accepted and self.live is not None:
+            due += self.live.take_events(partial(_first_tokens, self.requests))
+            due += self.live.last_events() if final else ()
+        if self._accepted and self._shared is not None:
+            due += self._shared.events()
+        return due
 
     def _applied(self, applied: Applied) -> None:
         """Take a report that the workers have begun a step with other live parameters."""
@@ -231,11 +226,6 @@ class TraceRun:
         for request in self.requests:
             if request.pending is not None:
                 request.pending.set_stops(stops)
-
-    @property
-    def _restarts(self) -> bool:
-        """Whether the trace can run again."""
-        return self._attempt.restarts and self._ending is None
 
     @property
     def ended(self) -> bool:
@@ -306,8 +296,7 @@ class TraceRun:
         Raises:
             EngineLost, BlocksLost: the engine, or the process of its blocks, died. It publishes no event for that.
         """
-        lost: EngineLost | None = None
-        again: BlocksLost | None = None
+        lost: Exception | None = None
         full: BusFull | None = None
         try:
             if self.attempt > 1:
@@ -336,11 +325,10 @@ class TraceRun:
             # Another attempt's event, or a final from another process, is on the stream, so this attempt ends silently.
             self.fenced = True
             await self.abort_all()
-        except* EngineLost as errors:
+        except* (EngineLost, BlocksLost) as errors:
             lost = first_error(errors)
-        except* BlocksLost as errors:
-            again = first_error(errors)
-            await self.abort_all()
+            if isinstance(lost, BlocksLost):
+                await self.abort_all()
         except* BusFull as errors:
             full = first_error(errors)
         finally:
@@ -356,8 +344,6 @@ class TraceRun:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
-        if again is not None:
-            raise again
         if full is not None and not self.fenced:
             await self._end_without_memory(full)
 
@@ -466,7 +452,7 @@ class TraceRun:
         except ReportMissing as missing:
             if self._ending is None and not await self._engine.takes_requests():
                 raise EngineLost(f"{missing}, and vLLM does not answer") from missing
-            if self._restarts and self._broken is None and _lacks_saves(request):
+            if self._attempt.restarts and (self._ending or self._broken) is None and _lacks_saves(request):
                 raise BlocksLost(SAVES_LOST) from missing
             self._broken = self._broken or Failure(type="EngineError", message=str(missing))
             await self._engine.abort(request.name)
@@ -529,7 +515,7 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        end = TraceEnd(self._broken, restarts=self._restarts)
+        end = TraceEnd(self._broken, restarts=self._attempt.restarts and self._ending is None)
         for request in self.requests:
             if request.pending is None:
                 continue
