@@ -32,10 +32,9 @@ class TraceEnd:
 
     Args:
         error: the error with which vLLM ended the trace, if it did.
-        restarts: whether the trace can run again.
     """
 
-    def __init__(self, error: Failure | None, *, restarts: bool = False) -> None:
+    def __init__(self, error: Failure | None) -> None:
         self.deltas: list[tuple[int, int, msgspec.Raw]] = []
         self.manifest: list[Manifest] = []
         self.columns: list[ColumnsManifest] = []
@@ -43,7 +42,7 @@ class TraceEnd:
         self.warnings: list[str] = []
         self.messages: list[tuple[int, int, ChatMessage]] = []
         self.error = error
-        self._stopped, self._restarts = False, restarts
+        self._stopped = False
         self._status: Status | None = None
 
     @property
@@ -55,8 +54,12 @@ class TraceEnd:
     def status(self, status: Status) -> None:
         self._status = status
 
-    def add(self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int) -> bool:
+    def add(
+        self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int, *, restarts: bool = False
+    ) -> bool:
         """Add the workers' report of the end of a choice, of which `tokens` tokens are published.
+
+        `restarts`: whether the trace can run again.
 
         Returns whether the report is `whole`. If it is not, the manifest would not match the published saves, and the
         trace fails.
@@ -65,9 +68,9 @@ class TraceEnd:
             BlocksLost: the trace shall run again.
         """
         record = choice.finish
-        if record is not None and record.restart and record.error is not None and self._restarts:
+        if record is not None and record.restart and record.error is not None and restarts:
             raise BlocksLost(record.error.message)
-        if not whole and self._restarts and self.error is None and choice.lacks_saves:
+        if not whole and restarts and self.error is None and choice.lacks_saves:
             raise BlocksLost(SAVES_LOST)
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED

@@ -515,7 +515,8 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        end = TraceEnd(self._broken, restarts=self._attempt.restarts and self._ending is None)
+        end = TraceEnd(self._broken)
+        counts: list[Callable[[], None]] = []
         for request in self.requests:
             if request.pending is None:
                 continue
@@ -525,8 +526,14 @@ class TraceRun:
             for index, choice in enumerate(request.pending.choices):
                 whole = request.pending.choice_complete(index)
                 tokens = len(request.token_ids[index])
-                if end.add(request.invoke, index, choice, whole, tokens) and edits is not None and choice.finish:
-                    self._standing.count_end(edits, choice.finish, trace=self.trace, invoke=request.invoke)
+                # A client may have ended the trace meanwhile.
+                restarts = self._attempt.restarts and self._ending is None
+                known = end.add(request.invoke, index, choice, whole, tokens, restarts=restarts)
+                if known and edits is not None and choice.finish:
+                    count = partial(self._standing.count_end, edits, choice.finish)
+                    counts.append(partial(count, trace=self.trace, invoke=request.invoke))
+        for one in counts:
+            one()
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()

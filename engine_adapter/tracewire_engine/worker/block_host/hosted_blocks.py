@@ -243,7 +243,9 @@ class HostedBlocks:
     def begin(
         self, scheduled: dict[str, int], order: Iterable[str], index_of: Callable[[str], int], *, waited: bool = False
     ) -> bool:
-        """Begin a step. Returns whether blocks in hosts take part in it.
+        """Begin a step. Returns whether blocks in hosts take part in it, or the other ranks are told that some do.
+
+        All ranks then run the step by the same CUDA graph.
 
         Args:
             scheduled: the number of tokens of each request of the step.
@@ -296,7 +298,7 @@ class HostedBlocks:
         self._watch()
         if not waited:
             self._tell_began(scheduled)
-        return bool(self._active)
+        return told or bool(self._active)
 
     def _tell_began(self, scheduled: Collection[str]) -> None:
         if self._others is not None and self._others.takes_part(scheduled):
@@ -320,7 +322,7 @@ class HostedBlocks:
         self._ahead = True
 
     def begin_for(self, states: Mapping[str, Any], scheduled: dict[str, int], order: list[str]) -> bool:
-        """Begin a step. Returns whether blocks in hosts take part in it.
+        """Begin a step. Returns what `begin` does.
 
         Args:
             states: vLLM's requests, each with `num_computed_tokens` and `num_prompt_tokens`, by the scheduler's id.
@@ -329,7 +331,7 @@ class HostedBlocks:
         """
         if self._ahead:
             self._ahead = False
-            return self.active
+            return self.active or (self._others is not None and self._others.takes_part(scheduled))
         return self.begin(scheduled, order, token_index_of(states, order, scheduled))
 
     def pass_by(self, locations: Collection[str]) -> bool:

@@ -95,6 +95,32 @@ async def test_a_trace_runs_again_whose_end_came_without_what_its_block_had_save
 
 
 @pytest.mark.usefixtures("registered")
+async def test_a_trace_that_is_cancelled_while_its_saves_are_missing_does_not_run_again(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "ENDING_S", 0.01)
+    monkeypatch.setattr(pending.PendingChoice, "has_gap", lambda self, reads: False)
+    engine = Reporting()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, engine_patience_s=_NEVER_S) as adapter,
+            client.trace("tiny", "hello", acts, detach=True, max_attempts=2) as trace,
+        ):
+            (request,) = await begun(adapter, trace)
+            put(engine, request, 0)
+            engine.requests[request].put("", "stop", 0)
+            engine.report(Report(finishes=[FinishRecord(request, 0, NOTHING, steps=2)]))
+            async for output in trace:
+                if output.finish_reason:
+                    break
+            await trace.cancel()
+            with pytest.raises(tracewire.TraceFailed) as caught:
+                await trace.result()
+            assert caught.value.status == "cancelled"
+            assert list(engine.requests) == [request]
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 async def test_cancel_and_deadline_get_through_to_a_trace_that_waits_for_a_lost_report(
     client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, how: str

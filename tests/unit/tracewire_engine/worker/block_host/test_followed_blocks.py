@@ -55,6 +55,31 @@ def test_steps_with_and_without_blocks(ranks: HostedRanks) -> None:
     ranks.first.wait("rests")
 
 
+def test_all_ranks_run_a_step_by_the_same_graph_whose_only_host_has_died(
+    ranks: HostedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of several kinds may have their own memory for what ranks exchange."""
+    took_part: list[tuple[str, bool]] = []
+
+    def noting(name: str, begin: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> bool:
+            found: bool = begin(*given, **more)
+            took_part.append((name, found))
+            return found
+
+        return noted
+
+    monkeypatch.setattr(ranks.first.hosts, "begin", noting("first", ranks.first.hosts.begin))
+    monkeypatch.setattr(ranks.second.hosts, "begin_for", noting("second", ranks.second.hosts.begin_for))
+    ranks.open("dies.alone", EACH + "model.logits[:] *= 2.0\n    import os\n    os._exit(1)\n")
+    for index in range(3):
+        ranks.step({"dies.alone": 1, "plain": 1}, index)
+    ranks.both(lambda model: model.finish("dies.alone", 3))
+    ranks.first.wait("dies.alone")
+    ranks.step({"plain": 1}, 4)
+    assert sorted(took_part) == [("first", False), *[("first", True)] * 3, ("second", False), *[("second", True)] * 3]
+
+
 def test_a_host_that_dies_ends_its_trace_and_changes_nothing_on_either_rank(ranks: HostedRanks) -> None:
     loops = (
         EACH + "model.model.layers[0].output[0][:] *= 2.0\n    if step == 1:\n        import os\n        os._exit(1)\n"

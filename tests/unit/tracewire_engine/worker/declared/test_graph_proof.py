@@ -105,6 +105,16 @@ def test_graphs_that_differ_are_not_relied_on(wrong: str, caplog: pytest.LogCapt
     assert "every step of this engine stops at each tap" in caplog.text
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_rank_relies_on_graphs_that_are_alike_on_all_ranks(differs: bool) -> None:
+    model = Model(declared_of(FITS["a probe"], FITS["a probe"]))
+    model.declared.shards = 0, lambda mine: mine + float(differs)
+    for _ in range(3):
+        model.step()
+    assert model.ran == (["whole", "broken", "broken", "broken"] if differs else ["whole", "broken"] * 2 + ["whole"])
+    assert (model.declared.buffers is None) is differs
+
+
 def table() -> StepTable:
     """That of a step that reads."""
     made = declared_of(FITS["a probe"])
