@@ -153,7 +153,7 @@ def test_a_kernel_is_compiled_for_as_many_tokens_as_it_is_faster_for(
                 silu(torch.randn(tokens, WIDTH))
             assert compiler.calls == before + uses
     assert next(times, None) is None
-    assert messages(caplog) == [
+    assert messages(caplog, "INFO") == [
         "in CUDA graphs, the worker computes the model's activations by compiled kernels in steps with so many tokens: "
         + said
     ]
@@ -170,7 +170,7 @@ def test_a_kernel_that_is_never_faster_is_not_used(
         run(model, 64)
         run(model, 1)
     assert compiler.calls == before
-    assert messages(caplog) == [
+    assert messages(caplog, "INFO") == [
         f"in CUDA graphs, the worker computes the model's {kind} by vLLM's kernels, which are faster here"
         for kind in ("activations", "rotary embeddings")
     ]
@@ -258,8 +258,10 @@ def test_a_block_that_changes_what_pytorch_compiles_for_has_nothing_compiled(
     assert compiler.times == 4
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "vllm.tracewire"]
+def messages(caplog: pytest.LogCaptureFixture, level: str = "WARNING") -> list[str]:
+    """What the worker has logged at a level."""
+    every = [record for record in caplog.records if record.name == "vllm.tracewire"]
+    return [record.getMessage() for record in every if record.levelname == level]
 
 
 def test_what_comes_to_other_values_stays_as_it_was(
