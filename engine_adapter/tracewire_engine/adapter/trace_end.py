@@ -42,6 +42,8 @@ class TraceEnd:
         self.warnings: list[str] = []
         self.messages: list[tuple[int, int, ChatMessage]] = []
         self.error = error
+        #: The workers' reports of choices that ended, each with the number of its prompt.
+        self.finished: list[tuple[int, FinishRecord]] = []
         self._stopped = False
         self._status: Status | None = None
 
@@ -75,6 +77,7 @@ class TraceEnd:
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
             return False
+        self.finished.append((invoke, record))
         # The reports of steps whose tokens no output had, because vLLM dropped the output.
         unpublished = choice.take_rest(0)
         self.deltas.extend((invoke, index, raw) for raw in (*unpublished, record.deltas) if raw != _NO_DELTAS)

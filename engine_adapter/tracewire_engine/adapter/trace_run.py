@@ -167,8 +167,7 @@ class TraceRun:
         self._stream = TraceStream(services.writer, services.info, submission.trace, attempt.number, tally, bulk)
         self.span = attempt.span
         self._stream.observer = attempt.observer
-        self._submission = submission
-        self.trace = submission.trace
+        self._submission, self.trace = submission, submission.trace
         self._attempt = attempt
         self.owner, self.proofs = attempt.owner, attempt.proofs
         self._shared: SharedSaves | None = None
@@ -516,24 +515,18 @@ class TraceRun:
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
         end = TraceEnd(self._broken)
-        counts: list[Callable[[], None]] = []
         for request in self.requests:
             if request.pending is None:
                 continue
             with anyio.move_on_after(1 if self._broken else None):
                 await request.pending.wait_finished()
-            edits = self._attempt.edits[request.invoke] if self._attempt.edits else None
             for index, choice in enumerate(request.pending.choices):
-                whole = request.pending.choice_complete(index)
-                tokens = len(request.token_ids[index])
+                whole, tokens = request.pending.choice_complete(index), len(request.token_ids[index])
                 # A client may have ended the trace meanwhile.
                 restarts = self._attempt.restarts and self._ending is None
-                known = end.add(request.invoke, index, choice, whole, tokens, restarts=restarts)
-                if known and edits is not None and choice.finish:
-                    count = partial(self._standing.count_end, edits, choice.finish)
-                    counts.append(partial(count, trace=self.trace, invoke=request.invoke))
-        for one in counts:
-            one()
+                end.add(request.invoke, index, choice, whole, tokens, restarts=restarts)
+        for invoke, finish in end.finished if self._attempt.edits else ():
+            self._standing.count_end(self._attempt.edits[invoke], finish, trace=self.trace, invoke=invoke)
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         await self._close_record()
@@ -555,7 +548,7 @@ class TraceRun:
 
     async def abort_all(self) -> None:
         """End all of the trace's requests in the engine."""
-        aborted = [self._engine.abort(request.name) for request in self.requests]
+        aborted = map(self._engine.abort, [request.name for request in self.requests])
         for outcome in await asyncio.gather(*aborted, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -243,9 +243,7 @@ class HostedBlocks:
     def begin(
         self, scheduled: dict[str, int], order: Iterable[str], index_of: Callable[[str], int], *, waited: bool = False
     ) -> bool:
-        """Begin a step. Returns whether blocks in hosts take part in it, or the other ranks are told that some do.
-
-        All ranks then run the step by the same CUDA graph.
+        """Begin a step. Returns whether blocks in hosts take part in it, or other ranks are told that some do.
 
         Args:
             scheduled: the number of tokens of each request of the step.
@@ -298,6 +296,7 @@ class HostedBlocks:
         self._watch()
         if not waited:
             self._tell_began(scheduled)
+        # All ranks run the step by the same CUDA graph.
         return told or bool(self._active)
 
     def _tell_began(self, scheduled: Collection[str]) -> None:
