@@ -58,13 +58,12 @@ class TraceEnd:
 
     def add(
         self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int, *, restarts: bool = False
-    ) -> bool:
+    ) -> None:
         """Add the workers' report of the end of a choice, of which `tokens` tokens are published.
 
         `restarts`: whether the trace can run again.
 
-        Returns whether the report is `whole`. If it is not, the manifest would not match the published saves, and the
-        trace fails.
+        If the report is not `whole`, the manifest would not match the published saves, and the trace fails.
 
         Raises:
             BlocksLost: the trace shall run again.
@@ -76,7 +75,7 @@ class TraceEnd:
             raise BlocksLost(SAVES_LOST)
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
-            return False
+            return
         self.finished.append((invoke, record))
         # The reports of steps whose tokens no output had, because vLLM dropped the output.
         unpublished = choice.take_rest(0)
@@ -99,7 +98,6 @@ class TraceEnd:
         self.warnings = list(dict.fromkeys([*self.warnings, *record.warnings]))
         self.error = self.error or record.error
         self._stopped = self._stopped or record.stopped or choice.reads.stopped is not None
-        return True
 
     def add_shared(self, record: FinishRecord | None) -> None:
         """Add the workers' report of the end of the trace's shared values, if there is one."""

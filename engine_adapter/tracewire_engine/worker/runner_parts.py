@@ -153,13 +153,6 @@ class RunnerParts:
             self
         )
 
-    def _on_all_ranks(self, found: bool) -> bool:
-        """Whether something was found on all tensor-parallel ranks of a GPU engine. All of them ask."""
-        count = get_tp_group().world_size
-        if count == 1 or self.device.type != "cuda":
-            return found
-        return bool(tensor_model_parallel_all_reduce(torch.tensor([float(found)], device=self.device)).item() == count)
-
     def _prepare_model(self, pipeline: Pipeline | None) -> None:
         """Make nnsight's envoys of vLLM's module, and the interleaver that serves them."""
         module = self.get_model()
@@ -199,7 +192,8 @@ class RunnerParts:
             buffers = made_buffers(
                 interleaver.taps, self.vllm_config, self.device, sums=sums, sharded=interleaver.is_sharded
             )
-            self.tracewire_declared.buffers = buffers if self._on_all_ranks(buffers is not None) else None
+            lacking = self.tracewire_declared.on_any_rank(buffers is None)
+            self.tracewire_declared.buffers = None if lacking else buffers
         if pipeline is not None:
             topology = interleaver.topology = pipeline.topology
             interleaver.elsewhere = topology.elsewhere

@@ -69,7 +69,9 @@ class TappedGraphs(CudaGraphManager):
         captured = torch.cuda.CUDAGraph()
         get_offloader().sync_prev_onload()
         kind, noted = self.tracewire_serving.capturing("whole"), _noted_inputs(self.tracewire_model)
-        with kind, noted as self.tracewire_inputs[desc], _capturing(captured, self.pool):
+        # A pool's memory is used again on the same stream only.
+        capture = torch.cuda.graph(captured, self.pool, stream=torch.cuda.current_stream())
+        with kind, noted as self.tracewire_inputs[desc], capture:
             forward(CUDAGraphMode.NONE)
             get_offloader().join_after_forward()
         return captured
@@ -120,11 +122,6 @@ class _TappedModelGraphs(ModelCudaGraphManager, TappedGraphs):
     def capture(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.tracewire_model = model
         return super().capture(model, *args, **kwargs)
-
-
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
-    """A context that captures a graph on the current stream: a pool's memory is used again on the same stream only."""
-    return torch.cuda.graph(graph, pool, stream=torch.cuda.current_stream())
 
 
 def _forward(create_forward_fn: Callable[..., Any], desc: Any) -> Callable[..., Any]:

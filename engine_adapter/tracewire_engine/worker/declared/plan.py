@@ -490,12 +490,13 @@ class DeclaredRequests:
             theirs += [found for collector in plan.collectors for found in collector.found]
             self.proof.compare(plan.table, mine, theirs)
         # Ranks that run one step by different graphs may exchange what other steps have left.
-        self.proof.failed = self._on_any_rank(self.proof.failed)
+        self.proof.failed = self.on_any_rank(self.proof.failed)
         if self.proof.failed:
             self.buffers = None
         return output
 
-    def _on_any_rank(self, failed: bool) -> bool:
+    def on_any_rank(self, failed: bool) -> bool:
+        """Whether something has failed on any tensor-parallel rank. All of them ask."""
         _, add = self.shards
         return failed if add is None else bool(add(torch.tensor([float(failed)], device=self._device)).item())
 

@@ -167,8 +167,7 @@ class VectorPool:
         """Write the vectors that have got a place since. Steps that were launched before read what stood there."""
         unwritten, self._unwritten = self._unwritten, []
         for place, op in unwritten:
-            assert op.matrix is not None
-            torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
+            self.rows[place].copy_(op.scaled_vector())
 
 
 class TapBuffers:
