@@ -118,6 +118,8 @@ async def test_a_trace_that_is_cancelled_while_its_saves_are_missing_does_not_ru
                 await trace.result()
             assert caught.value.status == "cancelled"
             assert list(engine.requests) == [request]
+            events = [event async for event in client.subscribe(trace.id, since="start")]
+            assert not [event for event in events if isinstance(event, tracewire.Restarted)]
 
 
 @pytest.mark.usefixtures("registered")
