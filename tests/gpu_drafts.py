@@ -82,7 +82,7 @@ def counts_drafts(model, tracer, live):
     if not hasattr(TracewireRunner, "counted"):
         counted = TracewireRunner.counted = dict.fromkeys(("drafted", "taken", "steps", "whole", "broken", "failed"), 0)
         begin, serve = TracewireRunner.begin_rows, TracewireRunner.serve_samples
-        fits, run, drafts = DeclaredRequests.fits_buffers, DeclaredRequests.run_whole, [False]
+        fits, run, drafts = DeclaredRequests.fits_buffers, DeclaredRequests.run_both, [False]
 
         # Their names are bound here: the block's own are gone when it has ended.
         def beginning(self, scheduler_output, order, begin=begin, counted=counted, drafts=drafts):
@@ -111,7 +111,7 @@ def counts_drafts(model, tracer, live):
             return output
 
         TracewireRunner.begin_rows, TracewireRunner.serve_samples = beginning, serving
-        DeclaredRequests.fits_buffers, DeclaredRequests.run_whole = fitting, running
+        DeclaredRequests.fits_buffers, DeclaredRequests.run_both = fitting, running
     model.logits
     found = list(TracewireRunner.counted.values()).save()
 

@@ -651,6 +651,13 @@ MUTANTS = (
         f"{_TAPS}/test_graph_proof.py::test_graphs_that_differ_are_not_relied_on",
     ),
     _of(
+        f"{_ENGINE}/worker/declared/hooks.py",
+        "ranks-run-a-step-by-different-graphs",
+        "        agreed = _GRAPHS[ranks.greatest(_GRAPHS.index(needed))]\n",
+        "        agreed = needed\n",
+        f"{_TAPS}/test_cuda_graphs.py::test_a_step_replays_the_graph_that_its_interventions_fit",
+    ),
+    _of(
         f"{_ENGINE}/adapter/trace_stream.py",
         "an-output-is-published-twice",
         "        acknowledgements.add(self._queue(events[-1], final=final))\n",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -32,9 +32,11 @@ class TraceEnd:
 
     Args:
         error: the error with which vLLM ended the trace, if it did.
+        restarts: whether the trace can run again.
     """
 
-    def __init__(self, error: Failure | None) -> None:
+    def __init__(self, error: Failure | None, restarts: Callable[[], bool] = lambda: False) -> None:
+        self._restarts = restarts
         self.deltas: list[tuple[int, int, msgspec.Raw]] = []
         self.manifest: list[Manifest] = []
         self.columns: list[ColumnsManifest] = []
@@ -56,12 +58,8 @@ class TraceEnd:
     def status(self, status: Status) -> None:
         self._status = status
 
-    def add(
-        self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int, *, restarts: bool = False
-    ) -> None:
+    def add(self, invoke: int, index: int, choice: PendingChoice, whole: bool, tokens: int) -> None:
         """Add the workers' report of the end of a choice, of which `tokens` tokens are published.
-
-        `restarts`: whether the trace can run again.
 
         If the report is not `whole`, the manifest would not match the published saves, and the trace fails.
 
@@ -69,9 +67,9 @@ class TraceEnd:
             BlocksLost: the trace shall run again.
         """
         record = choice.finish
-        if record is not None and record.restart and record.error is not None and restarts:
+        if record is not None and record.restart and record.error is not None and self._restarts():
             raise BlocksLost(record.error.message)
-        if not whole and restarts and self.error is None and choice.lacks_saves:
+        if not whole and self.error is None and choice.lacks_saves and self._restarts():
             raise BlocksLost(SAVES_LOST)
         if record is None or not whole:
             self.error = self.error or (record.error if record is not None else None) or UNREPORTED
@@ -100,9 +98,15 @@ class TraceEnd:
         self._stopped = self._stopped or record.stopped or choice.reads.stopped is not None
 
     def add_shared(self, record: FinishRecord | None) -> None:
-        """Add the workers' report of the end of the trace's shared values, if there is one."""
+        """Add the workers' report of the end of the trace's shared values, if there is one.
+
+        Raises:
+            BlocksLost: the trace shall run again.
+        """
         if record is None:
             return
+        if record.error is UNREPORTED and self.error is None and self._restarts():
+            raise BlocksLost(SAVES_LOST)
         self.error = self.error or record.error
         if record.deltas != _NO_DELTAS:
             self.deltas.append((SHARED_INVOKE, 0, record.deltas))

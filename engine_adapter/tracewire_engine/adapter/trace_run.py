@@ -453,7 +453,7 @@ class TraceRun:
                 raise EngineLost(f"{missing}, and vLLM does not answer") from missing
             if self._attempt.restarts and (self._ending or self._broken) is None and _lacks_saves(request):
                 raise BlocksLost(SAVES_LOST) from missing
-            self._broken = self._broken or Failure(type="EngineError", message=str(missing))
+            self._broken = self._broken or _own_error(request) or Failure(type="EngineError", message=str(missing))
             await self._engine.abort(request.name)
         finally:
             self._patches.end(request)
@@ -514,7 +514,8 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        end = TraceEnd(self._broken)
+        # A client may end the trace meanwhile.
+        end = TraceEnd(self._broken, lambda: self._attempt.restarts and self._ending is None)
         for request in self.requests:
             if request.pending is None:
                 continue
@@ -522,13 +523,12 @@ class TraceRun:
                 await request.pending.wait_finished()
             for index, choice in enumerate(request.pending.choices):
                 whole, tokens = request.pending.choice_complete(index), len(request.token_ids[index])
-                # A client may have ended the trace meanwhile.
-                restarts = self._attempt.restarts and self._ending is None
-                end.add(request.invoke, index, choice, whole, tokens, restarts=restarts)
-        for invoke, finish in end.finished if self._attempt.edits else ():
-            self._standing.count_end(self._attempt.edits[invoke], finish, trace=self.trace, invoke=invoke)
+                end.add(request.invoke, index, choice, whole, tokens)
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
+        # Of a trace that runs again, the ends of the last attempt count.
+        for invoke, finish in end.finished if self._attempt.edits else ():
+            self._standing.count_end(self._attempt.edits[invoke], finish, trace=self.trace, invoke=invoke)
         await self._close_record()
         end.warnings += self.lag.warnings()
         if self._ending is not None:
@@ -556,6 +556,12 @@ class TraceRun:
 
 def _lacks_saves(request: RunningRequest) -> bool:
     return request.pending is not None and any(one.lacks_saves for one in request.pending.choices)
+
+
+def _own_error(request: RunningRequest) -> Failure | None:
+    """The error of a request's block, if the workers have reported any."""
+    ends = [] if request.pending is None else [choice.finish for choice in request.pending.choices]
+    return next((end.error for end in ends if end is not None and end.error is not None), None)
 
 
 def _first_tokens(requests: Sequence[RunningRequest], first: list[tuple[str, int, int]]) -> list[FirstToken]:

@@ -178,7 +178,8 @@ class TracewireRunner(RunnerParts):
         for request_id, progress in book.traced.items():
             progress.index = token_index(states[request_id], scheduled[request_id]) if request_id in scheduled else -1
         ranks = self.tracewire_ranks
-        self.tracewire_traced_step = ranks is not None and not ranks.requests.isdisjoint(scheduled)
+        if ranks is not None:
+            ranks.traced = not ranks.requests.isdisjoint(scheduled)
         if self.tracewire_changed:
             self.tracewire_reporter.applied([self._applied(run, own) for run in self.tracewire_changed])
         declared = self.tracewire_declared
@@ -360,7 +361,8 @@ class TracewireRunner(RunnerParts):
             self.tracewire_hosts.end()
         pipeline = self.tracewire_pipeline
         if stepped and pipeline is None and self.tracewire_reporter.link is not None:
-            if self.tracewire_traced_step or self.tracewire_reporter.pending():
+            ranks = self.tracewire_ranks
+            if (ranks is not None and ranks.traced) or self.tracewire_reporter.pending():
                 self.tracewire_deferred.defer(self._report)
         elif stepped:
             self._report()
@@ -402,8 +404,9 @@ class TracewireRunner(RunnerParts):
 
     def _report_step(self) -> None:
         """Report a step: the saves of blocks, then the reads of declared interventions."""
-        if self.tracewire_ranks is not None and self.tracewire_traced_step:
-            self._compare_ranks(self.tracewire_ranks)
+        ranks = self.tracewire_ranks
+        if ranks is not None and ranks.traced:
+            self._compare_ranks(ranks)
         reporter = self.tracewire_reporter
         reporter.report_step()
         reporter.report_declared()

@@ -127,8 +127,6 @@ class RunnerParts:
         self._prepare_model(pipeline)
         self._prepare_requests(pipeline, LargeArrayBudget(config.get(BLOB_THRESHOLD, 0)))
         self.tracewire_ranks: Ranks | None = None
-        #: Whether the current step has blocks or declared interventions. The same on all ranks.
-        self.tracewire_traced_step = False
         if get_tp_group().world_size > 1:
             self.tracewire_ranks = Ranks(get_tp_group(), address, config.get(BLOCK_TIMEOUT, 0.0))
             self.tracewire_ranks.watch_calls()

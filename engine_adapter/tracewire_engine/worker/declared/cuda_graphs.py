@@ -27,7 +27,15 @@ from typing import Any, Literal, Protocol
 
 from .graph_proof import BothGraphs, inputs_in
 
-__all__ = ["GraphKind", "TapServing", "breakable_throughout", "current_capture", "has_tap", "without_taps"]
+__all__ = [
+    "GraphKind",
+    "StepGraphs",
+    "TapServing",
+    "breakable_throughout",
+    "current_capture",
+    "has_tap",
+    "without_taps",
+]
 
 #: The attribute that marks a capture with a tap.
 _MARK = "tracewire_tapped"
@@ -35,6 +43,8 @@ _MARK = "tracewire_tapped"
 
 #: What a graph has at the taps: nothing, kernels, or breaks.
 GraphKind = Literal["bare", "whole", "broken"]
+#: The graphs that a step runs: one of these, or the whole one and the broken one (`"both"`), which are compared.
+StepGraphs = Literal["bare", "whole", "both", "broken"]
 
 
 class TapServing(Protocol):
@@ -49,12 +59,12 @@ class TapServing(Protocol):
         """Have the graphs that are captured meanwhile be of a kind."""
         ...
 
-    def graph_for(self, tokens: int) -> GraphKind:
-        """Which graph of so many tokens, padding included, the step under way runs as."""
+    def graphs_for(self, tokens: int) -> StepGraphs:
+        """Which graphs of so many tokens, padding included, the step under way runs."""
         ...
 
-    def run_whole(self, graphs: BothGraphs) -> Any:
-        """Run a step that fits the whole graph, by this one or by both. Returns the output that counts."""
+    def run_both(self, graphs: BothGraphs) -> Any:
+        """Run a step by the whole graph and by the broken one. Returns the output that counts."""
         ...
 
 
@@ -89,12 +99,14 @@ def _tapped_graphs() -> Callable[..., Any]:
                     with serving.capturing("whole"):
                         self.whole(*args, **kwargs)
                 return output
-            kind = serving.graph_for(context.batch_descriptor.num_tokens)
-            if kind == "bare":
+            graphs = serving.graphs_for(context.batch_descriptor.num_tokens)
+            if graphs == "bare":
                 return self.bare(*args, **kwargs)
-            if kind == "whole":
+            if graphs == "whole":
+                return self.whole(*args, **kwargs)
+            if graphs == "both":
                 whole, inputs = partial(self.whole, *args, **kwargs), partial(inputs_in, args, kwargs)
-                return serving.run_whole(BothGraphs(whole, broken, inputs))
+                return serving.run_both(BothGraphs(whole, broken, inputs))
             return broken()
 
     return TappedGraphs

@@ -17,8 +17,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .tap_buffers import StepTable
-
 __all__ = ["BothGraphs", "GraphProof", "inputs_in", "put_back", "tensors_in"]
 
 logger = logging.getLogger("vllm.tracewire")
@@ -64,9 +62,14 @@ class GraphProof:
         #: By use, how many steps are to prove it yet; without those that are proven.
         self._left = dict.fromkeys(("reads", "edits"), _STEPS)
 
-    def holds(self, table: StepTable) -> bool:
-        """Whether the uses of a step with this table are proven."""
-        return not self._left or self._left.keys().isdisjoint(table.uses)
+    @property
+    def complete(self) -> bool:
+        """Whether all uses are proven."""
+        return not self._left
+
+    def left(self, uses: frozenset[str]) -> frozenset[str]:
+        """Those of these uses that are not proven yet."""
+        return uses & self._left.keys()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -77,8 +80,8 @@ class GraphProof:
             self.failed = True
             logger.exception("CUDA graphs that are whole failed: every step of this engine stops at each tap")
 
-    def compare(self, table: StepTable, whole: Sequence[Any], broken: Sequence[Any]) -> None:
-        """Compare what the two graphs have come to in a step: tensors in the same order, or `None`."""
+    def compare(self, uses: frozenset[str], whole: Sequence[Any], broken: Sequence[Any]) -> None:
+        """Compare what the two graphs have come to in a step with these uses: tensors in the same order, or `None`."""
         if self.failed:
             return
         for mine, other in zip(whole, broken, strict=True):
@@ -88,10 +91,10 @@ class GraphProof:
                 logger.error(
                     "CUDA graphs that are whole differ by %.3g from those that stop at the taps (in %s): every step of "
                     "this engine stops at each tap",
-                    *(apart, " and ".join(sorted(table.uses))),
+                    *(apart, " and ".join(sorted(uses))),
                 )
                 return
-        for use in self._left.keys() & table.uses:
+        for use in self._left.keys() & uses:
             self._left[use] -= 1
             if not self._left[use]:
                 del self._left[use]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from nnsight.intervention.batching import SkipParts
@@ -13,7 +13,7 @@ from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from tracewire_engine.worker.blocks.batched_serving import BlockServing
 from tracewire_engine.worker.parallel.topology import Topology
 
-from .cuda_graphs import GraphKind, current_capture
+from .cuda_graphs import GraphKind, StepGraphs, current_capture
 from .graph_proof import BothGraphs
 from .plan import DeclaredRequests, LocationHook
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tracewire_engine.worker.block_host.setup import BlocksElsewhere
 
 __all__ = ["BY_REQUEST", "DeclaredInterleaver"]
+
+#: What steps run. Where tensor-parallel ranks need different ones of these, all of them run the last one.
+_GRAPHS: Final[tuple[StepGraphs, ...]] = ("bare", "whole", "both", "broken")
 
 #: The locations whose values have one row for each request.
 BY_REQUEST = frozenset(("model.logits", "model.samples"))
@@ -142,21 +145,39 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         finally:
             self.captured = "broken"
 
-    def graph_for(self, tokens: int) -> GraphKind:
-        """Which graph the step under way runs as. If it is the whole one, the kernels at the taps are set up for it.
+    def graphs_for(self, tokens: int) -> StepGraphs:
+        """Which graphs the step under way runs. If the whole one is among them, its kernels are set up.
 
-        `tokens`: how many the graph computes, padding included.
+        Ranks that ran a step by different graphs would exchange what other steps have left. What a rank needs differs
+        from rank to rank where an intervention has failed on one of them.
+
+        Args:
+            tokens: how many the graph computes, padding included.
         """
+        needed = self._needed_graphs(tokens)
+        ranks = self.ranks
+        if ranks is None or not ranks.traced or not self.interleaving:
+            return needed
+        agreed = _GRAPHS[ranks.greatest(_GRAPHS.index(needed))]
+        if agreed == "broken":
+            self.declared.leave_buffers()
+        elif needed == "bare" and agreed != "bare":
+            self.declared.pass_buffers()
+        return agreed
+
+    def _needed_graphs(self, tokens: int) -> StepGraphs:
         if self.busy or self.skipped:
             return "broken"
         # vLLM makes up steps, too. Nothing is served in them.
         if not self.interleaving or not self.declared.hooks:
             return "bare"
-        return "whole" if self.declared.fits_buffers(tokens) else "broken"
+        if not self.declared.fits_buffers(tokens):
+            return "broken"
+        return "both" if self.declared.unproven else "whole"
 
-    def run_whole(self, graphs: BothGraphs) -> Any:
-        """Run a step that fits a whole graph, by both graphs until that is proven. Returns the output that counts."""
-        return self.declared.run_whole(graphs, self.batcher.total)
+    def run_both(self, graphs: BothGraphs) -> Any:
+        """Run a step by the whole graph and by the broken one, and compare. Returns the output that counts."""
+        return self.declared.run_both(graphs, self.batcher.total)
 
     def replay(self, location: str, live: Any) -> None:
         # In most steps no block waits at a tap, so nnsight's own replay is not needed.

@@ -87,12 +87,14 @@ class TappedGraphs(CudaGraphManager):
 
     def run_fullgraph(self, desc: Any) -> Any:
         serving = self.tracewire_serving
-        kind = serving.graph_for(desc.num_tokens)
-        if kind == "bare":
+        graphs = serving.graphs_for(desc.num_tokens)
+        if graphs == "bare":
             self._run(self.tracewire_bare[desc])
-        elif kind == "whole":
+        elif graphs == "whole":
+            self._run(self.tracewire_whole[desc])
+        elif graphs == "both":
             inputs = partial(self.tracewire_inputs.__getitem__, desc)
-            serving.run_whole(BothGraphs(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs))
+            serving.run_both(BothGraphs(partial(self._run_whole, desc), partial(self._run_broken, desc), inputs))
         else:
             super().run_fullgraph(desc)
 

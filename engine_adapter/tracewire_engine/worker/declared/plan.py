@@ -211,9 +211,16 @@ class _Plan:
         """Its groups at all locations."""
         return (group for hook in self.hooks.values() for group in hook.groups)
 
-    def read_joined(self, buffers: TapBuffers) -> frozenset[int]:
-        """Read the probes that can be read together. Returns the ids of the groups that have been read."""
-        return read_joined(self._joined_in(buffers), buffers)
+    def read_buffers(self, buffers: TapBuffers | None, *, lasting: bool) -> None:
+        """Take the step's reads from the buffers, unless that was done.
+
+        `lasting`: whether they are used before the next step begins, which writes to the buffers.
+        """
+        if self.unread and buffers is not None:
+            self.unread = False
+            done = read_joined(self._joined_in(buffers), buffers)
+            for location, hook in self.hooks.items():
+                hook.read(buffers.values(location), done, lasting=lasting)
 
     def prepare_reads(self, buffers: TapBuffers | None) -> bool:
         """Put on the device what reads need: what is made while kernels are recorded is there when they have run.
@@ -314,6 +321,8 @@ class DeclaredRequests:
         self.module_at: Callable[[str], Any] = lambda location: None
         self.shards: tuple[int, Callable[[torch.Tensor], torch.Tensor] | None] = 0, None
         self.proof = GraphProof()
+        #: What the kernels at the taps do in the step under way that is not proven yet.
+        self.unproven: frozenset[str] = frozenset()
 
     def add(self, request_id: str, declaration: Declaration) -> None:
         """Add the declared interventions of a new request, by the scheduler's name of the request."""
@@ -462,34 +471,40 @@ class DeclaredRequests:
             return False
         buffers.use(plan.table)
         _restrict(plan, plan.table, buffers, self.recorders[False])
+        self.unproven = frozenset() if self.proof.complete else self.proof.left(buffers.uses(plan.table))
         plan.buffered = plan.unread = True
         for hook in plan.hooks.values():
             hook.reached = True
         return True
 
-    def run_whole(self, graphs: BothGraphs, total: int) -> Any:
-        """Run a step for which `fits_buffers` has just said yes: by the whole graph, or by both until that is proven.
+    def leave_buffers(self) -> None:
+        """Serve the step at its locations, whatever `fits_buffers` has said."""
+        if self.plan is not None:
+            self.plan.buffered = self.plan.unread = False
 
-        Returns the output that counts. `total` is how many tokens the step computes.
-        """
+    def pass_buffers(self) -> None:
+        """Have the kernels at the taps do nothing in the step, which nothing here is served in."""
+        self.unproven = frozenset()
+        if self.buffers is not None:
+            self.buffers.use(self.buffers.nothing)
+
+    def run_both(self, graphs: BothGraphs, total: int) -> Any:
+        """Run a step of `total` tokens by both graphs, with their taps set up. Returns the output that counts."""
         plan = self.plan
-        assert plan is not None
-        assert plan.table is not None
-        if self.proof.holds(plan.table):
-            return graphs.whole()
         mine: list[Any] = []
         with put_back(graphs.inputs()), self.proof.guarded():
             # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
             mine += [tensor[:total].clone() for tensor in tensors_in(graphs.whole())]
-            self._read_buffers(plan)
-            mine += _taken(plan)
-        plan.buffered = plan.unread = False
+            if plan is not None:
+                plan.read_buffers(self.buffers, lasting=self.here is None)
+                mine += _taken(plan)
+        self.leave_buffers()
         output = graphs.broken()
         with self.proof.guarded():
             theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
-            theirs += [found for collector in plan.collectors for found in collector.found]
-            self.proof.compare(plan.table, mine, theirs)
-        # Ranks that run one step by different graphs may exchange what other steps have left.
+            theirs += [] if plan is None else [found for one in plan.collectors for found in one.found]
+            self.proof.compare(self.unproven, mine, theirs)
+        # All ranks go on with whole graphs, or none.
         self.proof.failed = self.on_any_rank(self.proof.failed)
         if self.proof.failed:
             self.buffers = None
@@ -499,15 +514,6 @@ class DeclaredRequests:
         """Whether something has failed on any tensor-parallel rank. All of them ask."""
         _, add = self.shards
         return failed if add is None else bool(add(torch.tensor([float(failed)], device=self._device)).item())
-
-    def _read_buffers(self, plan: _Plan) -> None:
-        """Take the step's reads from the buffers, unless that was done."""
-        if plan.unread and self.buffers is not None:
-            plan.unread = False
-            done = plan.read_joined(self.buffers)
-            for location, hook in plan.hooks.items():
-                # Another stage may get a step's reads when the next step has begun.
-                hook.read(self.buffers.values(location), done, lasting=self.here is None)
 
     def _build(
         self,
@@ -579,7 +585,7 @@ class DeclaredRequests:
         """
         if self.plan is None:
             return []
-        self._read_buffers(self.plan)
+        self.plan.read_buffers(self.buffers, lasting=self.here is None)
         found = []
         for collector in self.plan.collectors:
             members = collector.described()
@@ -633,7 +639,7 @@ class DeclaredRequests:
             if not join.tried and (not plan.buffered or plan.steps >= RECORD_AFTER):
                 join.tried = True
                 self._record_join(plan, join, lens)
-        self._read_buffers(plan)
+        plan.read_buffers(self.buffers, lasting=self.here is None)
         plan.drop_rejected()
         found: Results = []
         for collector in plan.collectors:
@@ -666,7 +672,7 @@ class DeclaredRequests:
         joined: list[torch.Tensor] = []
 
         def launch() -> None:
-            self._read_buffers(plan)
+            plan.read_buffers(self.buffers, lasting=self.here is None)
             results = [(collector, collector.results(lens) or {}) for collector in plan.collectors]
             joined.append(Arrangement(results).join())
 

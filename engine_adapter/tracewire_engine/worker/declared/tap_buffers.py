@@ -167,7 +167,11 @@ class VectorPool:
         """Write the vectors that have got a place since. Steps that were launched before read what stood there."""
         unwritten, self._unwritten = self._unwritten, []
         for place, op in unwritten:
-            self.rows[place].copy_(op.scaled_vector())
+            if op.scaled is not None:
+                self.rows[place].copy_(op.scaled)
+            elif op.matrix is not None:
+                # Takes no memory of the device.
+                torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
 
 
 class TapBuffers:
@@ -208,8 +212,9 @@ class TapBuffers:
         #: The locations at which a whole graph has the kernel; and those at which one of the graphs lacks it.
         self._locations: set[str] = set()
         self._unserved: set[str] = set()
-        #: The table on the device, if one was used.
+        #: The table on the device, if one was used; and one of steps in which the kernels do nothing.
         self._current: StepTable | None = None
+        self.nothing = StepTable(count, self._rows, self._pool)
 
     def warm_up(self) -> None:
         """Compile the kernel, for values with one half and with two."""
@@ -271,6 +276,17 @@ class TapBuffers:
             numbers = numbers.pin_memory()
         self._numbers.copy_(numbers, non_blocking=True)
         self._pool.write()
+
+    def uses(self, table: StepTable) -> frozenset[str]:
+        """What the kernels do in the step under way, for the table in use. Waits for the device if the table edits.
+
+        Edits that add nothing are left out: those whose condition does not hold in any row, or whose vectors are zero.
+        """
+        if "edits" not in table.uses:
+            return table.uses
+        flags, places = self._numbers
+        adds = (flags & ADD).ne(0) & self._pool.rows.any(1)[places]
+        return table.uses if bool(adds.any()) else table.uses - {"edits"}
 
     def restrict(self, table: StepTable) -> None:
         """Have the kernels edit only where the conditions of the step under way hold. For the table in use."""

@@ -11,6 +11,8 @@ So each rank has a socket to every other rank, beside vLLM's own connections. Me
 - Before an operation that depends on blocks, each rank sends the blocks that ask for it there. It then waits until each
   other rank has sent the same, or has sent that the copies there failed. A block that does not ask on all ranks takes
   part on none and is ended.
+- Before a step with such requests that replays a CUDA graph, each rank sends which graph it needs, and waits for the
+  others. All of them replay the same one.
 - At a step's end the other ranks send the first rank, which alone reports, which blocks have ended in the step and how.
   The first rank compares that with its own blocks before it reports the step, after its answer to EngineCore
   (`deferred_report.py`).
@@ -90,8 +92,14 @@ class _StepOver(_Message, tag="o"):
     ended: list[tuple[tuple[str, str], str]]
 
 
+class _Number(_Message, tag="n"):
+    """The number that the sending rank gives to `greatest`."""
+
+    number: int
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_CopyFailed | _AtOperation | _StepOver)
+_decoder = msgspec.msgpack.Decoder(_CopyFailed | _AtOperation | _StepOver | _Number)
 
 
 class Ranks:
@@ -104,8 +112,9 @@ class Ranks:
         self._patience_s = max(_LEAST_S, _TIMES * limit_s) if limit_s else None
         #: Requests that brought blocks or declared interventions to all ranks, even if this rank could not take them.
         self.requests: set[str] = set()
-        #: The number of the current step, which is the same on all ranks.
+        #: The number of the current step, which is the same on all ranks; and whether it has one of these requests.
         self.step = 0
+        self.traced = False
         self._announced: set[BlockKey] = set()
         #: The blocks that failed on another rank: that rank, and the failure there.
         self._elsewhere: dict[BlockKey, tuple[int, Failure]] = {}
@@ -224,8 +233,8 @@ class Ranks:
                 message = self._next(rank, until)
                 if message is None:
                     agreed.clear()
-                elif isinstance(message, _StepOver):
-                    # The other rank has finished the step without this operation.
+                elif isinstance(message, _StepOver | _Number):
+                    # The other rank has gone on without this operation.
                     self._inbox[rank].appendleft(message)
                     agreed.clear()
                 elif isinstance(message, _AtOperation):
@@ -240,6 +249,24 @@ class Ranks:
         for key in asked - agreed:
             self.fail(key, self._unmatched)
         return agreed
+
+    def greatest(self, number: int) -> int:
+        """The greatest of the numbers that all ranks give in this step. All of them call it. Waits for them."""
+        self._send(_Number(self.index, self.step, number))
+        for rank in range(self.count):
+            while rank != self.index:
+                message = self._next(rank, None)
+                if isinstance(message, _Number):
+                    if message.step == self.step:
+                        number = max(number, message.number)
+                        break
+                    continue
+                if isinstance(message, _AtOperation) and message.step == self.step:
+                    # The other rank waits at an operation for this rank, which has gone on without it.
+                    for key in message.keys:
+                        self.fail(BlockKey(*key), self._unmatched)
+                self._note(message)
+        return number
 
     def call(self, envoy: Any, forward: Callable[[], Any]) -> Any:
         """Run a module that a block calls. If it is sharded, first agree that the block calls it on all ranks.

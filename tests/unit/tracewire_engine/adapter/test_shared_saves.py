@@ -17,6 +17,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Manifest, Set
 from tracewire_bus.wire.packing import pack
+from tracewire_engine.adapter import pending
 from tracewire_engine.protocol.messages import (
     FinishRecord,
     Report,
@@ -137,3 +138,31 @@ async def test_a_share_that_the_trace_does_not_have_is_refused(client: Client, e
             with pytest.raises(tracewire.TraceRejected, match="rows") as caught:
                 await trace.result()
     assert caught.value.field == "shared"
+
+
+@pytest.mark.parametrize("tries", [2, 1])
+async def test_a_trace_whose_shared_values_were_lost_on_their_way_runs_again(
+    client: Client, embedded: str, prefix: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it may; else it ends with an error, and no client takes a part of them for all."""
+    monkeypatch.setattr(pending, "LATE_S", 0.01)
+    engine = SharingEngine()
+    trace = client.trace("tiny", "a", collects, shared={"rows": []}, detach=True, max_attempts=tries)
+    with anyio.fail_after(PATIENCE):
+        async with trace, adapted(embedded, prefix, engine):
+            for attempt in range(1, tries + 1):
+                await engine.started.wait()
+                engine.started = anyio.Event()
+                name = [*engine.requests][-1]
+                engine.gain(0, Set(path=("rows",), value=[attempt]))
+                if attempt > 1:
+                    engine.gain(1, Append(path=("rows",), items=[5]))
+                engine.step(name, 0)
+                engine.finish(name)
+                engine.over([attempt, 5], 2)
+            if tries == 1:
+                with pytest.raises(tracewire.TraceFailed, match="did not report the request's end"):
+                    await trace.result()
+            else:
+                assert (await trace.result()).shared == {"rows": [2, 5]}
+    assert len(engine.requests) == tries

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tests.support.played_engine import PlayedEngine, adapted
-from tracewire import Client, Output, intervention
+from tracewire import Client, Output, TraceFailed, intervention
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Append, Delta, Failure, Manifest, Set
 from tracewire_bus.wire.packing import wire
+from tracewire_engine.adapter import pending
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
 PATIENCE = 15
@@ -71,6 +72,24 @@ async def test_what_was_saved_behind_the_last_token_comes_with_the_final(
             result = await trace.result()
     assert len(result.token_ids) == 1
     assert np.array_equal(result.saves["rows"], ROWS[:3])
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_block_that_raised_says_so_although_what_it_saved_was_lost_on_its_way(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "LATE_S", 0.01)
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine), client.trace("tiny", "hello", rows, detach=True) as trace:
+            request, outputs = await begun(engine)
+            failure = Failure(type="ValueError", message="mine", field="block")
+            engine.report(Report(steps=[step(request, 0)], finishes=[end(request, 2, error=failure)]))
+            outputs.put("xx", count=2)
+            with pytest.raises(TraceFailed, match="mine") as caught:
+                await trace.result()
+    assert caught.value.type == "ValueError"
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.usefixtures("registered")

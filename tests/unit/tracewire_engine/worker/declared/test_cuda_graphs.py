@@ -138,7 +138,7 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
         monkeypatch.setattr(served.model, name, noting)
     fits = [True]
     monkeypatch.setattr(declared, "fits_buffers", lambda tokens: fits[0])
-    monkeypatch.setattr(declared, "run_whole", lambda graphs, total: graphs.whole())
+    monkeypatch.setattr(declared, "run_both", lambda graphs, total: (graphs.whole(), graphs.broken()))
 
     def step() -> tuple[list[str], int]:
         """Which graphs without breaks ran, and how often a tap was reached in another."""
@@ -151,6 +151,25 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     assert step() == (["bare"], 0)
     declared.hooks = {TAP: mock.Mock()}
     assert step() == (["whole"], 0)
+    # Until it is proven, by both.
+    declared.unproven = frozenset(("reads",))
+    assert step() == (["whole"], 1)
+    declared.unproven = frozenset()
+    # Other ranks need another one in this step. Without an intervention on any rank, none of them is asked.
+    ranks = served.interleaver.ranks = mock.Mock(traced=True)
+    needs, asked = ["bare", "whole", "both", "broken"], ranks.greatest
+    for theirs, ran_by in (("bare", (["whole"], 0)), ("both", (["whole"], 1)), ("broken", ([], 1))):
+        asked.side_effect = partial(max, needs.index(theirs))
+        assert step() == ran_by
+    declared.hooks = {}
+    for theirs, ran_by in (("whole", (["whole"], 0)), ("both", (["whole"], 1)), ("bare", (["bare"], 0))):
+        asked.side_effect = partial(max, needs.index(theirs))
+        assert step() == ran_by
+    assert asked.call_count == 6
+    ranks.traced = False
+    assert step() == (["bare"], 0)
+    assert asked.call_count == 6
+    declared.hooks = {TAP: mock.Mock()}
     # The step's interventions do not fit, or a block waits: the graph breaks.
     fits[0] = False
     assert step() == ([], 1)
@@ -160,7 +179,9 @@ def test_a_step_replays_the_graph_that_its_interventions_fit(monkeypatch: pytest
     # In a step that vLLM makes up nothing is served.
     served.interleaver.busy, served.interleaver.interleaving = False, False
     declared.hooks = {TAP: mock.Mock()}
+    ranks.traced = True
     assert step() == (["bare"], 0)
+    assert asked.call_count == 6
     assert launched.call_count == 1
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.declared_plans import HIDDEN
-from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, declared_of
+from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, VECTOR, declared_of
+from tracewire_bus.wire.messages import Failure, Steer, When
 from tracewire_engine.worker.declared.graph_proof import BothGraphs, GraphProof, inputs_in, tensors_in
 from tracewire_engine.worker.declared.plan import DeclaredRequests
-from tracewire_engine.worker.declared.tap_buffers import StepTable
 
 
 class Model:
@@ -59,8 +59,10 @@ class Model:
         declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
         if not declared.fits_buffers():
             output = self.broken()
+        elif not declared.unproven:
+            output = self.whole()
         else:
-            output = declared.run_whole(BothGraphs(self.whole, self.broken, lambda: [self.given]), max(1, len(states)))
+            output = declared.run_both(BothGraphs(self.whole, self.broken, lambda: [self.given]), max(1, len(states)))
         return output, declared.collect(lambda rows: rows)
 
 
@@ -92,6 +94,50 @@ def test_each_use_is_proven_by_itself() -> None:
     assert model.ran == ["whole", "broken"] * 2 + ["whole"]
 
 
+@pytest.mark.parametrize(
+    "nothing", [Steer("layer.0", VECTOR, when=When(start=3)), Steer("layer.0", VECTOR, scale=0.0)], ids=["when", "zero"]
+)
+def test_a_vector_that_is_not_added_proves_nothing(nothing: Steer) -> None:
+    proof = declared_of([]).proof
+    for _ in range(3):
+        declared = declared_of([(nothing, [0])])
+        declared.proof = proof
+        model = Model(declared)
+        model.step()
+        assert model.ran == ["whole"]
+    assert proof.left(frozenset(("edits",)))
+    other = declared_of(FITS["a vector"])
+    other.proof = proof
+    model = Model(other)
+    for _ in range(3):
+        model.step()
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"]
+
+
+def test_a_rank_that_serves_nothing_runs_by_both_graphs_where_another_one_has_to() -> None:
+    """Such as one on which the step's only interventions have failed."""
+    declared = declared_of(FITS["a vector"])
+    assert declared.fits_buffers()
+    for declaration in declared.live.values():
+        declaration.failure = Failure(type="E", message="m", field="interventions")
+    model = Model(declared)
+    for name in ("begun", "gone"):
+        if name == "gone":
+            declared.live.clear()
+        states = {name: SimpleNamespace(num_computed_tokens=6, num_prompt_tokens=5) for name in declared.live}
+        declared.stale = True
+        declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
+        assert not declared.hooks
+        declared.pass_buffers()
+        model.given.fill_(1)
+        output = declared.run_both(BothGraphs(model.whole, model.broken, lambda: [model.given]), 1)
+        assert model.ran[-2:] == ["whole", "broken"]
+        # Each of the layers added one, and nothing else.
+        assert torch.equal(output[0][0], torch.full((HIDDEN,), float(len(TAPS))))
+        assert not declared.proof.failed
+        assert declared.proof.left(frozenset(("edits",)))
+
+
 @pytest.mark.parametrize("wrong", ["read", "output", "error"])
 def test_graphs_that_differ_are_not_relied_on(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Model(declared_of(FITS["a probe"], FITS["a probe"]), wrong=wrong)
@@ -115,20 +161,15 @@ def test_a_rank_relies_on_graphs_that_are_alike_on_all_ranks(differs: bool) -> N
     assert (model.declared.buffers is None) is differs
 
 
-def table() -> StepTable:
-    """That of a step that reads."""
-    made = declared_of(FITS["a probe"])
-    assert made.fits_buffers()
-    assert made.plan is not None
-    assert made.plan.table is not None
-    return made.plan.table
+#: Of a step that reads.
+READS = frozenset(("reads",))
 
 
 def test_infinite_values_prove_as_well() -> None:
     proof, values = GraphProof(), torch.tensor([1.0, float("inf"), float("nan")])
-    proof.compare(table(), [values], [values.clone()])
+    proof.compare(READS, [values], [values.clone()])
     assert not proof.failed
-    proof.compare(table(), [values], [torch.tensor([1.0, 2.0, float("nan")])])
+    proof.compare(READS, [values], [torch.tensor([1.0, 2.0, float("nan")])])
     assert proof.failed
 
 
@@ -137,7 +178,7 @@ def test_infinite_values_prove_as_well() -> None:
 )
 def test_what_one_graph_lacks_is_a_difference(one: Any, other: Any) -> None:
     proof = GraphProof()
-    proof.compare(table(), [one], [other])
+    proof.compare(READS, [one], [other])
     assert proof.failed
 
 

@@ -35,7 +35,7 @@ def read(declared: DeclaredRequests, *, together: bool) -> list[torch.Tensor]:
     assert declared.fits_buffers()
     if not together:
         plan.joined = []
-    declared._read_buffers(plan)
+    plan.read_buffers(declared.buffers, lasting=True)
     found = [one for collector in plan.collectors for one in collector.found]
     assert None not in found
     return [one for one in found if one is not None]

@@ -43,7 +43,7 @@ def test_a_step_runs_by_the_graph_that_it_fits(monkeypatch) -> None:
     desc = SimpleNamespace(num_tokens=2)
     monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "run_fullgraph", lambda self, desc: said.append("broken"))
     kinds = {2: "whole"}
-    serving = SimpleNamespace(graph_for=kinds.__getitem__, run_whole=lambda graphs: graphs.whole())
+    serving = SimpleNamespace(graphs_for=kinds.__getitem__)
     tap_graphs(manager, serving)
     manager.tracewire_inputs = _Any(["given"])
     manager.tracewire_bare = _Any(SimpleNamespace(replay=lambda: said.append("bare")))
@@ -53,8 +53,8 @@ def test_a_step_runs_by_the_graph_that_it_fits(monkeypatch) -> None:
     for kinds[2] in ("broken", "bare"):
         assert manager.run_fullgraph(desc) == [1, 2]
     # Until the whole one is proven, a step runs by both, and the one that breaks is the last.
-    kinds[2] = "whole"
-    serving.run_whole = lambda graphs: (graphs.whole(), graphs.broken(), said.append(graphs.inputs()))
+    kinds[2] = "both"
+    serving.run_both = lambda graphs: (graphs.whole(), graphs.broken(), said.append(graphs.inputs()))
     manager.run_fullgraph(desc)
     assert said.pop() == ["given"]
     assert said == ["whole", "broken", "bare", "whole", "broken"]

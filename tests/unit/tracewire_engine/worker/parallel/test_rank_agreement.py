@@ -91,6 +91,29 @@ def test_a_step_is_compared(pair: Pair, theirs: dict[BlockKey, str], ours: dict[
     assert [key for key, *_ in pair.ends[0].differing()] == ([ONE] if parts else [])
 
 
+def test_all_ranks_get_the_greatest_number_of_a_step(pair: Pair) -> None:
+    for mine, theirs in ((1, 3), (2, 0), (0, 0)):
+        # The first rank may be done with its step long before the other one begins.
+        found = pair.both(lambda ranks, one=mine: ranks.greatest(one), lambda ranks, one=theirs: ranks.greatest(one))  # type: ignore[misc]
+        assert found == [max(mine, theirs)] * 2
+        for end in pair.ends:
+            end.begin()
+
+
+def test_what_fails_before_the_numbers_is_heard_of_behind_them(pair: Pair) -> None:
+    first, second = pair.ends
+    first.fail(ONE, failure)
+    assert pair.both(lambda ranks: ranks.greatest(0), lambda ranks: ranks.greatest(3)) == [3, 3]
+    assert [key for key, *_ in second.differing()] == [ONE]
+
+
+def test_a_rank_that_waits_at_an_operation_is_let_go_by_the_numbers(pair: Pair) -> None:
+    def waits(ranks: Ranks) -> Any:
+        return ranks.agree("a", [ONE]), ranks.greatest(1)
+
+    assert pair.both(lambda ranks: ranks.greatest(2), waits) == [2, (set(), 2)]
+
+
 def test_the_first_rank_lets_go_of_who_waits_for_it(pair: Pair) -> None:
     def waits(ranks: Ranks) -> set[BlockKey]:
         found = ranks.agree("a", [ONE])
