@@ -41,6 +41,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -146,6 +147,12 @@ def _direction(hidden: int) -> Any:
     return np.linspace(-1, 1, hidden, dtype=np.float32)
 
 
+@cache
+def _hundredth(hidden: int) -> Any:
+    """A hundredth of that, one array for all traces: as a service keeps its vectors."""
+    return _direction(hidden) / 100
+
+
 #: What kinds need, by the model's name and the layer.
 _shapes: dict[tuple[str, int], Shape] = {}
 
@@ -157,7 +164,7 @@ def declared_of(workload: dict[str, Any], model: tracewire.Model) -> list[Any]:
         # A client keeps its arrays, so that it digests each once.
         shape = _shapes.setdefault((model.name, layers[0]), Shape(model, layers[0]))
         return KINDS[workload["kind"]].declared(shape)
-    vector = _direction(model.info.hidden_size) / 100
+    vector = _hundredth(model.info.hidden_size)
     match workload["saves"]:
         case "declared:last":
             return [tracewire.Probe(f"kept{layer}", f"model.layers.{layer}") for layer in layers]

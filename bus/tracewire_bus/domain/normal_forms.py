@@ -1,7 +1,7 @@
 """Interventions that were normalized before, so that a client which submits them again does not do so again.
 
-A service brings the same objects with trace after trace. A normal form counts while the object has the same fields, and
-its arrays the same elements: a caller may change either between two traces.
+A service brings the same objects with trace after trace, or makes new ones of the same arrays. A normal form counts for
+an object with the same fields, while the arrays have the same elements: a caller may change either between two traces.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ class _Array(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A normal form with what it was made of; the bytes of its encoded arrays; and what its arrays are parts of."""
+    """A normal form with what it was made of; the bytes of its encoded arrays; and what its arrays are parts of.
+
+    `key` is equal for objects whose fields are.
+    """
 
     one: Any
+    key: tuple[Any, ...] | None
     values: tuple[Any, ...]
     arrays: tuple[_Array, ...]
     plain: Declared
@@ -61,6 +65,8 @@ class NormalForms:
     def __init__(self) -> None:
         #: By the `id` of the caller's object, which is kept, so that no other has its `id`. The oldest use first.
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        #: By the `key` of each: the `id` of the object that was kept last.
+        self._ids: dict[tuple[Any, ...], int] = {}
         self._bytes = 0
         #: By the `id` of an array that is kept whole: how many of the kept interventions have it, or a part of it.
         self._sharing: dict[int, int] = {}
@@ -72,9 +78,12 @@ class NormalForms:
         pairs = []
         with self._lock:
             for one in interventions:
-                kept = self._kept.get(id(one))
+                number = id(one)
+                kept = self._kept.get(number)
+                if kept is None and (key := _key_of(one)) is not None and (found := self._ids.get(key)) is not None:
+                    number, kept = found, self._kept[found]
                 if kept is not None:
-                    self._kept.move_to_end(id(one))
+                    self._kept.move_to_end(number)
                 pairs.append((one, kept))
         #: Arrays that were compared with an encoded form. Several interventions may have one.
         compared: set[tuple[int, int]] = set()
@@ -96,9 +105,12 @@ class NormalForms:
                 return
         if not arrays or size + sum(map(_bytes_of, wholes)) > _LONGEST:
             return
+        key = _key_of(one)
         with self._lock:
             self._drop(id(one))
-            self._kept[id(one)] = _Kept(one, values, tuple(arrays), plain, size, tuple(wholes))
+            self._kept[id(one)] = _Kept(one, key, values, tuple(arrays), plain, size, tuple(wholes))
+            if key is not None:
+                self._ids[key] = id(one)
             self._bytes += size
             for whole in wholes:
                 sharing = self._sharing[id(whole)] = self._sharing.get(id(whole), 0) + 1
@@ -119,6 +131,8 @@ class NormalForms:
         kept = self._kept.pop(key, None)
         if kept is None:
             return
+        if kept.key is not None and self._ids.get(kept.key) == key:
+            del self._ids[kept.key]
         self._bytes -= kept.size
         for whole in kept.wholes:
             self._sharing[id(whole)] -= 1
@@ -130,6 +144,16 @@ class NormalForms:
 def _bytes_of(whole: Any) -> int:
     """The bytes of an array, or of another owner of memory, which does not say how many it has."""
     return int(getattr(whole, "nbytes", _LONGEST))
+
+
+def _key_of(one: Any) -> tuple[Any, ...] | None:
+    """Equal for objects that have equal fields and the very same arrays; `None` if it has none, or others."""
+    values = msgspec.structs.astuple(one) if isinstance(one, msgspec.Struct) else ()
+    types = tuple(map(type, values))
+    if [kind.__name__ for kind in set(types) - SIMPLE] != ["ndarray"]:
+        return None
+    # Numbers of different types can be equal.
+    return type(one), types, *[value if type(value) in SIMPLE else id(value) for value in values]
 
 
 def _unchanged(one: Any, kept: _Kept, compared: set[tuple[int, int]]) -> bool:

@@ -68,10 +68,13 @@ class VectorFiles:
             BusUnavailable: Redis does not answer.
         """
         held: list[_File] = []
+        seen: set[tuple[str, str, tuple[int, ...]]] = set()
         try:
             for index, name, ref in array_fields(interventions):
-                if type(ref) is not ArrayRef:
+                # Several interventions may have the same vector.
+                if type(ref) is not ArrayRef or (content := (ref.blob, ref.dtype, ref.shape)) in seen:
                     continue
+                seen.add(content)
                 file = self._hold(ref)
                 held.append(file)
                 if file.content != (ref.dtype, ref.shape) or not file.is_everywhere:

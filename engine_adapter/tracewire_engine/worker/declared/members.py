@@ -46,6 +46,7 @@ class Members(Sequence[Member]):
         self._step = step
         self._parts: list[tuple[Op, int, Sequence[Entry]]] = []
         self._count = 0
+        self._first: Member | None = None
         self._made: list[Member] | None = None
 
     def add(self, op: Op, place: int, entries: Sequence[Entry]) -> None:
@@ -93,8 +94,10 @@ class Members(Sequence[Member]):
     def __getitem__(self, index: int | slice) -> Member | Sequence[Member]:
         if index == 0 and self._made is None:
             # Most groups look at their first member only.
-            op, place, entries = self._parts[0]
-            return _member(op, place, entries[0], self._step)
+            if self._first is None:
+                op, place, entries = self._parts[0]
+                self._first = _member(op, place, entries[0], self._step)
+            return self._first
         return self._all()[index]
 
     def __iter__(self) -> Iterator[Member]:

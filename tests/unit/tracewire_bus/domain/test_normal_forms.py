@@ -37,6 +37,53 @@ def test_an_intervention_is_normalized_once() -> None:
     assert first == other
 
 
+def test_a_new_object_of_the_same_array_is_not_normalized_again() -> None:
+    """As a service makes them for each request."""
+    vector = np.arange(8, dtype=np.float32)
+    (first,) = normalize([Steer("residual(1)", vector, scale=0.5)])
+    assert normalize([Steer("residual(1)", vector, scale=0.5)])[0] is first
+    others = [
+        Steer("residual(2)", vector, scale=0.5),
+        Steer("residual(1)", vector.copy(), scale=0.5),
+        Steer("residual(1)", vector, scale=0.25),
+        Probe("a", "residual(1)", weight=vector),
+    ]
+    assert all(one is not first for one in normalize(others))
+    # Where the elements have changed meanwhile, neither has its old form.
+    vector[3] = 9.0
+    (changed,) = normalize([Steer("residual(1)", vector, scale=0.5)])
+    assert changed == normalize([Steer("residual(1)", vector.copy(), scale=0.5)])[0] != first
+
+
+@pytest.mark.parametrize(("one", "other"), [(1.0, 1), (1, True), (1.0, True)])
+def test_equal_numbers_of_other_types_are_not_taken_for_each_other(one: Any, other: Any) -> None:
+    vector = np.arange(8, dtype=np.float32)
+    normalize([Steer("residual(1)", vector, scale=one)])
+    try:
+        found = normalize([Steer("residual(1)", vector, scale=other)])[0].scale
+    except DeclarationError as error:
+        found = str(error)
+    try:
+        alone = normalize_once([Steer("residual(1)", vector, scale=other)])[0].scale
+    except DeclarationError as error:
+        alone = str(error)
+    assert (found, type(found)) == (alone, type(alone))
+
+
+def test_what_is_dropped_is_not_found_by_its_fields(monkeypatch: pytest.MonkeyPatch, forms: NormalForms) -> None:
+    monkeypatch.setattr(normal_forms, "_MOST", 2)
+    vectors = [np.full(8, number, np.float32) for number in range(4)]
+    for vector in vectors:
+        for _ in range(2):
+            normalize([Steer("residual(1)", vector)])
+    assert len(forms._ids) == len(forms._kept) == 2
+    # An array at the place of one that is gone is another array.
+    del vectors[0]
+    assert [normalize([Steer("residual(1)", np.full(8, 7.0, np.float32))])[0].vector.data[-4:]] == [
+        np.float32(7.0).tobytes()
+    ]
+
+
 CHANGES: dict[str, Callable[[Steer], object]] = {
     "an element": lambda one: one.vector.__setitem__(3, 9.0),
     "another array": lambda one: setattr(one, "vector", np.ones(8, np.float32)),
