@@ -451,9 +451,10 @@ class TraceRun:
         except ReportMissing as missing:
             if self._ending is None and not await self._engine.takes_requests():
                 raise EngineLost(f"{missing}, and vLLM does not answer") from missing
+            self._broken = self._broken or _own_error(self.requests)
             if self._attempt.restarts and (self._ending or self._broken) is None and _lacks_saves(request):
                 raise BlocksLost(SAVES_LOST) from missing
-            self._broken = self._broken or _own_error(request) or Failure(type="EngineError", message=str(missing))
+            self._broken = self._broken or Failure(type="EngineError", message=str(missing))
             await self._engine.abort(request.name)
         finally:
             self._patches.end(request)
@@ -514,16 +515,15 @@ class TraceRun:
 
     async def _conclude(self) -> None:
         """Gather the finish records and publish the final."""
-        # A client may end the trace meanwhile.
-        end = TraceEnd(self._broken, lambda: self._attempt.restarts and self._ending is None)
-        for request in self.requests:
-            if request.pending is None:
-                continue
+        pending = [(request, request.pending) for request in self.requests if request.pending is not None]
+        for _, records in pending:
             with anyio.move_on_after(1 if self._broken else None):
-                await request.pending.wait_finished()
-            for index, choice in enumerate(request.pending.choices):
-                whole, tokens = request.pending.choice_complete(index), len(request.token_ids[index])
-                end.add(request.invoke, index, choice, whole, tokens)
+                await records.wait_finished()
+        error = self._broken or _own_error(self.requests)
+        end = TraceEnd(error, lambda: self._attempt.restarts and self._ending is None)
+        for request, records in pending:
+            for index, choice in enumerate(records.choices):
+                end.add(request.invoke, index, choice, records.choice_complete(index), len(request.token_ids[index]))
         if self._shared is not None:
             end.add_shared(await self._shared.end(self.requests))
         # Of a trace that runs again, the ends of the last attempt count.
@@ -558,10 +558,11 @@ def _lacks_saves(request: RunningRequest) -> bool:
     return request.pending is not None and any(one.lacks_saves for one in request.pending.choices)
 
 
-def _own_error(request: RunningRequest) -> Failure | None:
-    """The error of a request's block, if the workers have reported any."""
-    ends = [] if request.pending is None else [choice.finish for choice in request.pending.choices]
-    return next((end.error for end in ends if end is not None and end.error is not None), None)
+def _own_error(requests: Sequence[RunningRequest]) -> Failure | None:
+    """The error of a block, if the workers have reported any that comes again when the trace runs again."""
+    choices = [choice for one in requests if one.pending is not None for choice in one.pending.choices]
+    ends = [choice.finish for choice in choices if choice.finish is not None and not choice.finish.restart]
+    return next((end.error for end in ends if end.error is not None), None)
 
 
 def _first_tokens(requests: Sequence[RunningRequest], first: list[tuple[str, int, int]]) -> list[FirstToken]:

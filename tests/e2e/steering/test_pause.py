@@ -105,12 +105,12 @@ class Running:
                 await self.changed.wait()
 
     async def rest(self) -> None:
-        """Wait until no output has come for a while."""
-        while True:
+        """Wait until no output has come for a while, which is long on a busy machine."""
+        quiet = 0
+        while quiet < 4:
             before = dict(self.seen)
             await anyio.sleep(0.4)
-            if before == self.seen:
-                return
+            quiet = quiet + 1 if before == self.seen else 0
 
     async def result(self) -> Any:
         with anyio.fail_after(60):

@@ -62,11 +62,6 @@ class GraphProof:
         #: By use, how many steps are to prove it yet; without those that are proven.
         self._left = dict.fromkeys(("reads", "edits"), _STEPS)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all uses are proven."""
-        return not self._left
-
     def left(self, uses: frozenset[str]) -> frozenset[str]:
         """Those of these uses that are not proven yet."""
         return uses & self._left.keys()

@@ -183,7 +183,9 @@ class _Plan:
         #: Whether the next step may have the same plan: every request with declared interventions generates.
         self.steady = False
         self.steps = 0
+        #: The layout of the reads, and the collectors of which it is.
         self.layout: Layout | None = None
+        self.read: list[Collector] = []
         #: Whether its hooks can be recorded as CUDA graphs; how many recordings were launched in the step under way.
         self.recordable = True
         self.replayed = 0
@@ -210,6 +212,11 @@ class _Plan:
     def groups(self) -> Iterator[Group]:
         """Its groups at all locations."""
         return (group for hook in self.hooks.values() for group in hook.groups)
+
+    @property
+    def readers(self) -> Iterator[tuple[Collector, int]]:
+        """The collectors of its groups that read, each with the place of what the group reads."""
+        return ((group.collector, group.site) for group in self.groups if group.collector is not None)
 
     def read_buffers(self, buffers: TapBuffers | None, *, lasting: bool) -> None:
         """Take the step's reads from the buffers, unless that was done.
@@ -471,7 +478,7 @@ class DeclaredRequests:
             return False
         buffers.use(plan.table)
         _restrict(plan, plan.table, buffers, self.recorders[False])
-        self.unproven = frozenset() if self.proof.complete else self.proof.left(buffers.uses(plan.table))
+        self.unproven = buffers.used(plan.table, self.proof.left(plan.table.uses))
         plan.buffered = plan.unread = True
         for hook in plan.hooks.values():
             hook.reached = True
@@ -495,14 +502,12 @@ class DeclaredRequests:
         with put_back(graphs.inputs()), self.proof.guarded():
             # Only rows of tokens have defined values. Each graph may write its output to memory that the other uses.
             mine += [tensor[:total].clone() for tensor in tensors_in(graphs.whole())]
-            if plan is not None:
-                plan.read_buffers(self.buffers, lasting=self.here is None)
-                mine += _taken(plan)
+            mine += [] if plan is None else _taken(plan, self.buffers)
         self.leave_buffers()
         output = graphs.broken()
         with self.proof.guarded():
             theirs: list[Any] = [tensor[:total] for tensor in tensors_in(output)]
-            theirs += [] if plan is None else [found for one in plan.collectors for found in one.found]
+            theirs += [] if plan is None else [one.found[site] for one, site in plan.readers]
             self.proof.compare(self.unproven, mine, theirs)
         # All ranks go on with whole graphs, or none.
         self.proof.failed = self.on_any_rank(self.proof.failed)
@@ -655,7 +660,10 @@ class DeclaredRequests:
             collector.reset()
         arrangement = Arrangement(found)
         changed = None
-        if plan.layout is None or self.stale:
+        # A step may lack what another stage reads.
+        read = [collector for collector, _ in found]
+        if plan.layout is None or self.stale or plan.read != read:
+            plan.read = read
             self._layouts += 1
             changed = plan.layout = made_layout(self._layouts, plan.declarations, arrangement)
         return changed, _batch(plan, self.served.step), arrangement.join()
@@ -716,11 +724,14 @@ def _restrict(plan: _Plan, table: StepTable, buffers: TapBuffers, recorder: Kern
         buffers.restrict(table)
 
 
-def _taken(plan: _Plan) -> list[torch.Tensor | None]:
-    """Copies of the step's reads so far, which are dropped."""
-    found = [one if one is None else one.clone() for collector in plan.collectors for one in collector.found]
-    for collector in plan.collectors:
-        collector.reset()
+def _taken(plan: _Plan, buffers: TapBuffers | None) -> list[torch.Tensor | None]:
+    """Copies of what this stage has read in the step, which is dropped. What earlier stages have read is kept."""
+    plan.read_buffers(buffers, lasting=True)
+    found: list[torch.Tensor | None] = []
+    for collector, site in plan.readers:
+        values = collector.found[site]
+        found.append(values if values is None else values.clone())
+        collector.found[site] = None
     return found
 
 

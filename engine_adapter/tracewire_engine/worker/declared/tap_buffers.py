@@ -68,10 +68,12 @@ class StepTable:
 
     Attributes:
         numbers: int32 `[2, taps, rows]`: the flags of each row, and the place of its vector in the pool.
+        adds: whether a vector is added in each step, whatever the conditions.
     """
 
     def __init__(self, taps: int, rows: int, pool: VectorPool) -> None:
         self.numbers = np.zeros((2, taps, rows), np.int32)
+        self.adds = False
         self._pool = pool
         #: The edits with conditions, each with its tap.
         self._conditional: list[tuple[int, Group]] = []
@@ -131,6 +133,10 @@ class StepTable:
             found = np.repeat(np.array(of_members, np.int32), group.rows.counts)
             self._places[id(group.members)] = found
         places[group.rows.where] = found
+        if not any(op.numbers[0] for op in group.members.distinct_ops()):
+            # Of strength 0: it adds nothing.
+            return flags
+        self.adds |= group.condition is None
         return flags | ADD
 
 
@@ -277,16 +283,14 @@ class TapBuffers:
         self._numbers.copy_(numbers, non_blocking=True)
         self._pool.write()
 
-    def uses(self, table: StepTable) -> frozenset[str]:
-        """What the kernels do in the step under way, for the table in use. Waits for the device if the table edits.
+    def used(self, table: StepTable, uses: frozenset[str]) -> frozenset[str]:
+        """Those of a table's uses that the step under way has: an edit whose condition does not hold adds nothing.
 
-        Edits that add nothing are left out: those whose condition does not hold in any row, or whose vectors are zero.
+        For the table in use. Waits for the device if all edits have conditions.
         """
-        if "edits" not in table.uses:
-            return table.uses
-        flags, places = self._numbers
-        adds = (flags & ADD).ne(0) & self._pool.rows.any(1)[places]
-        return table.uses if bool(adds.any()) else table.uses - {"edits"}
+        if "edits" not in uses or table.adds or bool((self._numbers[0] & ADD).any()):
+            return uses
+        return uses - {"edits"}
 
     def restrict(self, table: StepTable) -> None:
         """Have the kernels edit only where the conditions of the step under way hold. For the table in use."""

@@ -93,6 +93,29 @@ async def test_a_block_that_raised_says_so_although_what_it_saved_was_lost_on_it
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("first", ["lost", "raised"])
+async def test_a_trace_one_of_whose_blocks_raised_does_not_run_again_for_what_another_saved(
+    client: Client, embedded: str, prefix: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error would come again."""
+    monkeypatch.setattr(pending, "LATE_S", 0.01)
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        trace = client.trace("tiny", prompts=["one", "two"], block=rows, detach=True)
+        async with adapted(embedded, prefix, engine), trace:
+            await trace.accepted()
+            lost, raised = [*engine.requests] if first == "lost" else [*engine.requests][::-1]
+            failure = Failure(type="ValueError", message="mine", field="block")
+            ends = [end(raised, 1, error=failure, length=1), end(lost, 2)]
+            engine.report(Report(steps=[step(raised, 0, "error"), step(lost, 0)], finishes=ends))
+            engine.requests[raised].put("x", "stop")
+            engine.requests[lost].put("xx", "stop", 2)
+            with pytest.raises(TraceFailed, match="mine"):
+                await trace.result()
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("ended", ["stop", "error"])
 async def test_a_trace_ends_at_the_token_at_which_its_block_ended(
     client: Client, embedded: str, prefix: str, ended: str

@@ -10,9 +10,10 @@ import torch
 
 from tests.support.declared_plans import HIDDEN
 from tests.unit.tracewire_engine.worker.declared.test_tap_buffers import FITS, TAPS, VECTOR, declared_of
-from tracewire_bus.wire.messages import Failure, Steer, When
+from tracewire_bus.wire.messages import Failure, Probe, Steer, When
 from tracewire_engine.worker.declared.graph_proof import BothGraphs, GraphProof, inputs_in, tensors_in
 from tracewire_engine.worker.declared.plan import DeclaredRequests
+from tracewire_engine.worker.declared.tap_buffers import StepTable, TapBuffers
 
 
 class Model:
@@ -22,6 +23,8 @@ class Model:
         self.declared, self.wrong, self.ran = declared, wrong, []
         #: As a later stage is given it. The first layer adds to it in place.
         self.given = torch.ones(4, HIDDEN)
+        #: What an earlier stage has read in each step.
+        self.supplied: list[Any] = []
 
     def _layers(self, serve: Any) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = torch.zeros(4, HIDDEN), self.given
@@ -57,6 +60,7 @@ class Model:
         states = {name: SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=5) for name in declared.live}
         declared.stale = True
         declared.begin(list(states), dict.fromkeys(states, 1), len(states), states)
+        declared.supply(self.supplied)
         if not declared.fits_buffers():
             output = self.broken()
         elif not declared.unproven:
@@ -105,6 +109,9 @@ def test_a_vector_that_is_not_added_proves_nothing(nothing: Steer) -> None:
         model = Model(declared)
         model.step()
         assert model.ran == ["whole"]
+        if nothing.when is None:
+            # Of strength 0: the device is not asked.
+            assert "edits" not in declared.plan.table.uses
     assert proof.left(frozenset(("edits",)))
     other = declared_of(FITS["a vector"])
     other.proof = proof
@@ -112,6 +119,26 @@ def test_a_vector_that_is_not_added_proves_nothing(nothing: Steer) -> None:
     for _ in range(3):
         model.step()
     assert model.ran == ["whole", "broken"] * 2 + ["whole"]
+
+
+@pytest.mark.parametrize("when", [None, When(tokens=[[1]])])
+def test_the_device_is_asked_what_is_added_only_until_that_is_proven(
+    when: When | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask it takes as long as the step before. No step reads here, so reads are never proven."""
+    asked: list[bool] = []
+    used = TapBuffers.used
+
+    def noted(self: TapBuffers, table: StepTable, uses: frozenset[str]) -> frozenset[str]:
+        asked.append("edits" in uses and not table.adds)
+        return used(self, table, uses)
+
+    monkeypatch.setattr(TapBuffers, "used", noted)
+    model = Model(declared_of([(Steer("", VECTOR, when=when), [1])]))
+    for _ in range(4):
+        model.step()
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"] * 2
+    assert sum(asked) == (0 if when is None else 2)
 
 
 def test_a_rank_that_serves_nothing_runs_by_both_graphs_where_another_one_has_to() -> None:
@@ -136,6 +163,25 @@ def test_a_rank_that_serves_nothing_runs_by_both_graphs_where_another_one_has_to
         assert torch.equal(output[0][0], torch.full((HIDDEN,), float(len(TAPS))))
         assert not declared.proof.failed
         assert declared.proof.left(frozenset(("edits",)))
+
+
+def test_what_an_earlier_stage_has_read_is_kept_while_graphs_are_proven() -> None:
+    declared = declared_of([(Probe("a", ""), [0]), (Probe("b", ""), [1]), (Probe("c", ""), [0, 1])])
+    declared.here = lambda location: location != TAPS[0]
+    model = Model(declared)
+    early = torch.full((1, HIDDEN), 7.0)
+    model.supplied = [(order, 0, [("r0", 0, 1)], early) for order in (0, 2)]
+    flats = []
+    for _ in range(4):
+        _, (layout, _, flat) = model.step()
+        flats.append(flat.clone())
+        assert layout is not None
+        assert [read.name for reads in layout.sets for read in reads] == ["a", "b", "c"]
+    assert model.ran == ["whole", "broken"] * 2 + ["whole"] * 2
+    assert not declared.proof.failed
+    assert all(torch.equal(one, flats[0]) for one in flats)
+    # The values at the second layer are 4: the residual stream's 2, and 2 of the layers.
+    assert flats[0].view(torch.float32).view(-1, HIDDEN)[:, 0].tolist() == [7.0, 4.0, 7.0, 4.0]
 
 
 @pytest.mark.parametrize("wrong", ["read", "output", "error"])
