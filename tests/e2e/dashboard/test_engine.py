@@ -13,7 +13,7 @@ from playwright.async_api import expect
 from tests.support import ROOT
 from tests.support.gateways import Served, serving
 from tests.support.until import until
-from tracewire import AttentionPattern, Client, Model
+from tracewire import AttentionPattern, Client, Model, Output
 
 DIRECTION = ROOT / "examples" / "demo_model" / "direction.npy"
 
@@ -37,11 +37,22 @@ async def test_a_person_starts_watches_and_steers_a_trace(
         await page.get_by_label("Direction", exact=True).set_input_files(DIRECTION)
         await page.get_by_role("button", name="Start").click()
         await expect(page.locator(".panel h2")).to_have_text("by-hand")
+        # Held until the person has steered: on a busy machine a browser is slower than the engine.
+        async for item in client.subscribe("by-hand"):
+            if isinstance(item, Output) and item.index > 20:
+                break
+        await client.pause("by-hand")
         tokens = page.locator(".block .t")
         await expect(tokens.nth(20)).to_be_attached()
         # Steered while it runs: the mark stands before the token that the engine names.
         await page.get_by_label("alpha, as a number").fill("20")
         await page.get_by_label("alpha, as a number").press("Enter")
+
+        async def is_steered() -> bool:
+            return (await client.get_live("by-hand")).version > 0
+
+        await until(is_steered)
+        await client.resume("by-hand")
         mark = page.locator(".mark")
         await expect(mark).to_have_text("alpha = 20 · anonymous")
         first = await mark.evaluate("(mark) => mark.nextSibling.index")
