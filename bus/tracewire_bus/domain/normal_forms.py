@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
     """
 
     one: Any
-    key: tuple[Any, ...] | None
+    key: tuple[Any, ...]
     values: tuple[Any, ...]
     arrays: tuple[_Array, ...]
     plain: Declared
@@ -93,6 +93,9 @@ class NormalForms:
         """Keep a normal form, if all that it was made of can be compared."""
         import numpy as np
 
+        key = _key_of(one)
+        if key is None:
+            return
         values, arrays, wholes, size = msgspec.structs.astuple(one), [], [], 0
         for place, (name, value) in enumerate(zip(one.__struct_fields__, values, strict=True)):
             encoded = getattr(plain, name)
@@ -103,14 +106,12 @@ class NormalForms:
                 size += len(encoded.data)
             elif type(value) not in SIMPLE:
                 return
-        if not arrays or size + sum(map(_bytes_of, wholes)) > _LONGEST:
+        if size + sum(map(_bytes_of, wholes)) > _LONGEST:
             return
-        key = _key_of(one)
         with self._lock:
             self._drop(id(one))
             self._kept[id(one)] = _Kept(one, key, values, tuple(arrays), plain, size, tuple(wholes))
-            if key is not None:
-                self._ids[key] = id(one)
+            self._ids[key] = id(one)
             self._bytes += size
             for whole in wholes:
                 sharing = self._sharing[id(whole)] = self._sharing.get(id(whole), 0) + 1
@@ -131,7 +132,7 @@ class NormalForms:
         kept = self._kept.pop(key, None)
         if kept is None:
             return
-        if kept.key is not None and self._ids.get(kept.key) == key:
+        if self._ids.get(kept.key) == key:
             del self._ids[kept.key]
         self._bytes -= kept.size
         for whole in kept.wholes:

@@ -490,7 +490,7 @@ class DeclaredRequests:
             self.plan.buffered = self.plan.unread = False
 
     def pass_buffers(self) -> None:
-        """Have the kernels at the taps do nothing in the step, which nothing here is served in."""
+        """Have the kernels at the taps do nothing: this rank serves nothing in the step."""
         self.unproven = frozenset()
         if self.buffers is not None:
             self.buffers.use(self.buffers.nothing)

@@ -173,11 +173,9 @@ class VectorPool:
         """Write the vectors that have got a place since. Steps that were launched before read what stood there."""
         unwritten, self._unwritten = self._unwritten, []
         for place, op in unwritten:
-            if op.scaled is not None:
-                self.rows[place].copy_(op.scaled)
-            elif op.matrix is not None:
-                # Takes no memory of the device.
-                torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
+            assert op.matrix is not None
+            # Not by `scaled_vector`, which takes memory of the device.
+            torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
 
 
 class TapBuffers:

@@ -92,21 +92,20 @@ def test_blocks_that_loop_use_up_the_time_of_their_host_and_no_neighbour_ends(
     served: HostedModel, location: str
 ) -> None:
     """Two of them take no longer than one, so that the host with their neighbour stays."""
-    impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
     loops = f"{location}\nfor number in range(10**12):\n    number + 1\n"
     read = "h = model.model.layers[2].output[0]" + ("\n" if location.endswith("output") else "\nh[:] = 1\n")
-    found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)
+    for _ in range(3):
+        impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
+        found = impatient.run({"loops": loops, "too": loops, "calm": read + "x = h.clone().save()\n"}, steps=1)
+        errors = [one.finish.error for one in found.values() if one.finish is not None]
+        # On a busy machine, a block's turn may end before its code has run: it has no line.
+        if all(error is None or error.line is not None for error in errors):
+            break
     hosts = {one.finish.error.type for one in found.values() if one.finish is not None and one.finish.error is not None}
     assert hosts == {"BlockTimeout"}
-    errors = [one.finish.error for one in found.values() if one.finish is not None]
-    first, second, none = errors
-    assert none is None
-    assert first is not None
-    assert first.line in (2, 3)
-    assert second is not None
-    # On a busy machine, its turn may come when all of the time has been used.
-    assert second.line in (2, 3, None)
-    assert "share a process" in second.message
+    assert [error is not None and error.line in (2, 3) for error in errors] == [True, True, False]
+    assert errors[1] is not None
+    assert "share a process" in errors[1].message
     assert found["calm"].saves["x"].shape == (2, 4)
 
 
