@@ -159,36 +159,38 @@ async def whole_on(options: Any, taps: list[str]) -> dict[str, Any]:
     """What one engine reads and generates where all layers are read and steered."""
     inside = engine_inside(model=options.model, check_collect=False, taps=taps, **engine_options(options))
     async with inside as (_, url), tracewire.connect(url) as client:
-        model = await client.models.get("demo", timeout=60)
-        width = model.info.hidden_size
-        vector, direction = np.linspace(-1, 1, width, dtype=np.float32), np.ones(width, np.float32)
-        several = [Probe("before", "residual(*)"), Steer("residual(*)", vector, scale=0.02)]
-        behind = [Steer("residual(*)", vector, scale=0.02), Probe("after", "residual(*)", weight=direction)]
-        lens = [LogitLens("lens", "residual(*)", top_k=2)]
+        return await whole_of(client, await client.models.get("demo", timeout=60), options.layer, bool(taps))
 
-        async def steps() -> int:
-            if not taps:
-                return 0
-            (found,) = await together(client, model, PROMPTS[:1], 1, block=counts_steps())
-            return int(found.saves["served"][0])
 
-        counted = [await steps()]
-        results = []
-        for interventions in (several, behind, lens):
-            results += await together(client, model, PROMPTS[:3], interventions=interventions)
-        counted.append(await steps())
-        async with anyio.create_task_group() as group:
-            # A block in each step: the graphs break, and everything is read all the same.
-            group.start_soon(partial(together, client, model, PROMPTS[3:6], block=reads(layer=options.layer)))
-            results += await together(client, model, PROMPTS[:3], interventions=several)
-        counted.append(await steps())
+async def whole_of(client: Any, model: Any, layer: int, tapped: bool) -> dict[str, Any]:
+    """What an engine reads and generates where all layers are read and steered."""
+    width = model.info.hidden_size
+    vector, direction = np.linspace(-1, 1, width, dtype=np.float32), np.ones(width, np.float32)
+    several = [Probe("before", "residual(*)"), Steer("residual(*)", vector, scale=0.02)]
+    behind = [Steer("residual(*)", vector, scale=0.02), Probe("after", "residual(*)", weight=direction)]
+    lens = [LogitLens("lens", "residual(*)", top_k=2)]
+
+    async def steps() -> int:
+        if not tapped:
+            return 0
+        (found,) = await together(client, model, PROMPTS[:1], 1, block=counts_steps())
+        return int(found.saves["served"][0])
+
+    counted = [await steps()]
+    results = []
+    for interventions in (several, behind, lens):
+        results += await together(client, model, PROMPTS[:3], interventions=interventions)
+    counted.append(await steps())
+    async with anyio.create_task_group() as group:
+        # A block in each step: the graphs break, and everything is read all the same.
+        group.start_soon(partial(together, client, model, PROMPTS[3:6], block=reads(layer=layer)))
+        results += await together(client, model, PROMPTS[:3], interventions=several)
+    counted.append(await steps())
     return {"results": results, "steps": counted}
 
 
-async def whole(options: Any) -> dict[str, Any]:
-    """Kernels within whole graphs beside an eager engine."""
-    graphs = await whole_on(options, ["model.layers.*.output"])
-    eager = await whole_on(options, [])
+def whole_apart(graphs: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
+    """What two engines came to, compared."""
     apart, same = 0.0, True
     for ours, theirs in zip(graphs["results"], eager["results"], strict=True):
         same = same and list(ours.token_ids) == list(theirs.token_ids)
@@ -199,6 +201,12 @@ async def whole(options: Any) -> dict[str, Any]:
                 apart = max(apart, float(np.abs(one - other).max() / (np.abs(other).max() + 1e-9)))
     alone, beside = np.diff(graphs["steps"]).tolist()
     return {"apart": apart, "tokens": same, "steps": alone, "beside": beside}
+
+
+async def whole(options: Any) -> dict[str, Any]:
+    """Kernels within whole graphs beside an eager engine."""
+    graphs = await whole_on(options, ["model.layers.*.output"])
+    return whole_apart(graphs, await whole_on(options, []))
 
 
 async def harmed(options: Any, backend: str) -> dict[str, Any]:
@@ -230,7 +238,7 @@ def engine_options(options: Any) -> dict[str, Any]:
     found["model_runner"] = options.model_runner
     if options.dummy:
         found |= {"load_format": "dummy"}
-    return found
+    return found | getattr(options, "engine", {})
 
 
 async def run(options: Any) -> dict[str, Any]:

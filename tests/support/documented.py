@@ -140,6 +140,7 @@ RUN_BY_NONE = {
     "python -m benchmarks.overhead $O": _GPU,
     "python -m benchmarks.volume $O": _GPU,
     "python -m tests.gpu_taps": _GPU,
+    "python -m tests.gpu_ranks": "needs several GPUs; tests/test_gpu_ranks.py runs it on a CPU",
     "python -m tests.gpu_visits": _GPU,
     "python -m tests.gpu_drafts": _GPU,
     "python -m tests.gpu_later_kinds": _GPU,
