@@ -64,7 +64,7 @@ async def bus(embedded: str, prefix: str) -> AsyncIterator[Bus]:
 
 @pytest.fixture(scope="session")
 def starts_engine() -> None:
-    """Whatever starts a real engine asks for this, a fixture or a test: the mark `engine` is derived from it."""
+    """Each fixture and test that starts a real engine asks for this. The mark `engine` is derived from it."""
     expect_engines()
 
 

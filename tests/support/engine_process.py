@@ -80,7 +80,7 @@ def expect_engines() -> None:
 def check_expected() -> None:
     """Raise in a test that starts an engine and is not marked as such."""
     if "PYTEST_CURRENT_TEST" in os.environ and not _expected:
-        raise RuntimeError("who starts an engine asks for the fixture starts_engine, which the mark comes from")
+        raise RuntimeError("a test that starts an engine asks for the fixture starts_engine, which the mark comes from")
 
 
 class EngineProcess:

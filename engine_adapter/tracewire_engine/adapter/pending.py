@@ -294,6 +294,11 @@ class PendingRecords:
         return _with_reads(deltas, reads or NO_READS)
 
     @property
+    def ended(self) -> bool:
+        """Whether the workers have reported the end of every choice."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    @property
     def failed(self) -> bool:
         """Whether the workers have ended a choice with an error."""
         return any(choice.ended == "error" for choice in self.choices)

@@ -70,7 +70,7 @@ class SharedFile:
         self.path.unlink(missing_ok=True)
 
     async def drop(self) -> None:
-        """Have the remote workers remove it. By then another trace may have made a file at the same path."""
+        """Have the remote workers remove what they have at its path."""
         if self._carrier is not None and self._begun:
             # An engine that hangs must not keep its adapter from exiting.
             with anyio.move_on_after(DROP_S, shield=True):

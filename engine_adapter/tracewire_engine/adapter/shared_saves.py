@@ -50,7 +50,8 @@ class SharedSaves:
     async def end(self, requests: Sequence[RunningRequest]) -> FinishRecord | None:
         """The workers' report of the shared values at the end of the trace's last request.
 
-        `None` if no request has run a step.
+        `None` if the workers owe no such report: no request has run a step, or not every choice has ended. If a report
+        was lost, the record has the error `UNREPORTED`.
         """
         records = [request.pending for request in requests if request.pending is not None]
         if not any(choice.stepped for one in records for choice in one.choices):
@@ -61,7 +62,9 @@ class SharedSaves:
         end = choice.finish
         if end is None or not self._records.choice_complete(0):
             logger.warning("the workers did not report the final shared values of trace %s", self._trace)
-            return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if choice.has_gap(False) else None
+            due = all(request.pending is not None and request.pending.ended for request in requests)
+            lost = due or choice.has_gap(False)
+            return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if lost else None
         choice.digests.complete(end.deltas, end.manifest)
         return end
 

@@ -109,7 +109,9 @@ class VectorFiles:
             del self._files[file.name]
             file.unlink()
         for file in removed:
-            await file.drop()
+            # Another trace may have fetched the vector again since, and have it sent to the workers under the same name.
+            if file.name not in self._files:
+                await file.drop()
 
     async def _ready(self, file: _File, field: str, ref: ArrayRef) -> None:
         async with file.turn:

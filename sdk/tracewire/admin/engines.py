@@ -47,6 +47,7 @@ class Engine(msgspec.Struct, frozen=True):
             writes to Tracewire's keys.
         waiting_bytes: how many bytes of events and saves wait for Redis.
         edit_failures: for each standing intervention the number of this engine's requests on which it raised.
+        edit_errors: for each standing intervention that it cannot run, or runs although it was removed, the reason.
         code: whose blocks it runs: `none`, `listed`, `signed` or `any`; `""` for an old engine.
         code_reason: why that is so.
         unsigned: whether it accepts submissions and orders that no key has signed.
@@ -70,6 +71,7 @@ class Engine(msgspec.Struct, frozen=True):
     malformed: int = 0
     waiting_bytes: int = 0
     edit_failures: dict[str, int] = {}
+    edit_errors: dict[str, str] = {}
     code: str = ""
     code_reason: str = ""
     unsigned: bool = True
@@ -97,6 +99,7 @@ class Engine(msgspec.Struct, frozen=True):
             malformed=info.malformed,
             waiting_bytes=info.waiting_bytes,
             edit_failures=dict(info.edit_failures),
+            edit_errors=dict(info.edit_errors),
             code=info.code,
             code_reason=info.code_reason,
             unsigned=info.unsigned,

@@ -76,7 +76,7 @@ async def _new(options: argparse.Namespace) -> int:
         ring = None if options.keyring is None else Keyring(options.keyring)
         if ring is not None and any(one.id == options.id for one in ring.listed()):
             raise KeyFileError(f"{ring.path} has a key {options.id!r} already")
-        key = new_key(options.to, options.id, options.tenant or options.id, rights, _quotas(options.quota))
+        key = _made(options.to, options.id, options.tenant or options.id, rights, _quotas(options.quota))
         key = msgspec.structs.replace(key, valid_until=until)
         if ring is not None:
             ring.add(key)
@@ -84,6 +84,13 @@ async def _new(options: argparse.Namespace) -> int:
         remark(f"tracewire: {error}")
         return 1
     return _told(options, key)
+
+
+def _made(*what: Any) -> Key:
+    try:
+        return new_key(*what)
+    except ModuleNotFoundError as error:
+        raise KeyFileError(f"making a key needs {error.name}: pip install 'tracewire[signing]'") from error
 
 
 def _quotas(given: list[str]) -> dict[str, int]:
@@ -138,7 +145,7 @@ async def _rotate(options: argparse.Namespace) -> int:
         taken = {key.id for key in ring.listed()}
         base = options.id.rpartition("-")[0] if options.id.rpartition("-")[2].isdecimal() else options.id
         id = next(name for number in range(2, len(taken) + 3) if (name := f"{base}-{number}") not in taken)
-        new = new_key(options.to, id, old.tenant, old.rights, old.quotas)
+        new = _made(options.to, id, old.tenant, old.rights, old.quotas)
         ends = time.time() + options.grace
         until = ends if old.valid_until is None else min(ends, old.valid_until)
         kept = [msgspec.structs.replace(key, valid_until=until) if key is old else key for key in ring.listed()]

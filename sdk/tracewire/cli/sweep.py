@@ -44,7 +44,7 @@ def _add_strengths(actions: Any, parents: Sequence[argparse.ArgumentParser]) -> 
         help="steer prompts by a vector at several strengths, and score what the model writes",
         examples=(
             "tracewire sweep strengths demo --prompt 'This module' --steer 'residual(4)@code' --strengths=-20,0,20 "
-            "--score 'residual(6)@code' --plot strengths.svg",
+            "--score 'residual(6)@code.npy' --plot strengths.svg",
             "tracewire sweep strengths demo --prompts prompts.txt --steer 'residual(4)@code.npy' --strengths 0,10,20 "
             "--score score.py::is_code --json",
         ),

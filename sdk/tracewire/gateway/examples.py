@@ -37,7 +37,7 @@ _ENGINE: dict[str, Any] = {
 }
 _ENGINE |= {"host": "node-1", "revision": "", "dtype": "bfloat16", "max_model_len": 2048, "schema": "2.6"}
 _ENGINE |= {"versions": {"vllm": "0.25.1"}, "started_at": _TIME, "malformed": 0}
-_ENGINE |= {"waiting_bytes": 0, "edit_failures": {"calm": 2}}
+_ENGINE |= {"waiting_bytes": 0, "edit_failures": {"calm": 2}, "edit_errors": {}}
 _ENGINE |= {"code": "any", "code_reason": "", "unsigned": True, "public_key": ""}
 _ENGINE |= {"limits": {"choices": 8}, "limits_reached": {"choices": 1}}
 _EDIT: dict[str, Any] = {

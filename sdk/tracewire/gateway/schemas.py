@@ -359,6 +359,7 @@ class RunningEngine(Form):
     malformed: int
     waiting_bytes: int
     edit_failures: dict[str, int]
+    edit_errors: dict[str, str]
     code: str
     code_reason: str
     unsigned: bool

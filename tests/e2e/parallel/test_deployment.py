@@ -37,7 +37,7 @@ from tracewire_bus.transport import embedded
 from tracewire_bus.transport.errors import BusError
 
 DEPLOY = ROOT / "deploy"
-USERS = ("engine", "controller", "editor", "consumer", "operator", "admin")
+USERS = ("engine", "controller", "guard", "editor", "consumer", "operator", "admin")
 PATIENCE = 60
 
 

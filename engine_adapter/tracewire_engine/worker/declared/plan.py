@@ -488,6 +488,8 @@ class DeclaredRequests:
         """Serve the step at its locations, whatever `fits_buffers` has said."""
         if self.plan is not None:
             self.plan.buffered = self.plan.unread = False
+            for hook in self.plan.hooks.values():
+                hook.reached = False
 
     def pass_buffers(self) -> None:
         """Have the kernels at the taps do nothing: this rank serves nothing in the step."""

@@ -114,9 +114,10 @@ class StepTable:
 
     @staticmethod
     def _read(flags: np.ndarray[Any, Any], *, residual: bool) -> np.ndarray[Any, Any] | None:
-        wanted = np.where(flags & ADD, flags | READ | AFTER, flags | READ) | (SUM if residual else 0)
+        wanted = np.where(flags & ADD, READ | AFTER, READ) | (SUM if residual else 0)
         # A row has one place in the buffer, so all its reads must be of the same value.
-        return None if bool(((flags & READ != 0) & (flags != wanted)).any()) else wanted
+        others = (flags & READ != 0) & (flags & (READ | AFTER | SUM) != wanted)
+        return None if bool(others.any()) else flags | wanted
 
     def _edit(
         self, flags: np.ndarray[Any, Any], group: EditGroup, places: np.ndarray[Any, Any]
@@ -151,7 +152,9 @@ class VectorPool:
         self.rows = torch.zeros(places, width, dtype=torch.float32, device=device)
         self._free = list(range(places))[::-1]
         self._places: dict[weakref.ref[Op], int] = {}
-        self._unwritten: list[tuple[int, Op]] = []
+        #: The `Steer`s whose vectors are to be written, by place. A plan that did not fit may have placed them, so they
+        #: are not kept alive.
+        self._unwritten: dict[int, weakref.ref[Op]] = {}
 
     def place(self, op: Op) -> int | None:
         """The place of a `Steer`'s vector; `None` if it does not fit."""
@@ -163,19 +166,22 @@ class VectorPool:
             return None
         found = self._free.pop()
         self._places[weakref.ref(op, self._release)] = found
-        self._unwritten.append((found, op))
+        self._unwritten[found] = reference
         return found
 
     def _release(self, reference: weakref.ref[Op]) -> None:
-        self._free.append(self._places.pop(reference))
+        place = self._places.pop(reference)
+        self._unwritten.pop(place, None)
+        self._free.append(place)
 
     def write(self) -> None:
         """Write the vectors that have got a place since. Steps that were launched before read what stood there."""
-        unwritten, self._unwritten = self._unwritten, []
-        for place, op in unwritten:
-            assert op.matrix is not None
-            # Not by `scaled_vector`, which takes memory of the device.
-            torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
+        unwritten, self._unwritten = self._unwritten, {}
+        for place, reference in unwritten.items():
+            if (op := reference()) is not None:
+                assert op.matrix is not None
+                # Not by `scaled_vector`, which takes memory of the device.
+                torch.mul(op.matrix[0], op.numbers[0], out=self.rows[place])
 
 
 class TapBuffers:

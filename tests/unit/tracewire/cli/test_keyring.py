@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -82,3 +83,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert says in capsys.readouterr().err
     assert ring.read_text() == before
     assert not (tmp_path / "new.key").exists()
+
+
+def test_without_cryptography_a_key_is_refused_in_words(
+    ring: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.ed25519", None)
+    assert main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(tmp_path / "a.key")]) == 1
+    assert "pip install 'tracewire[signing]'" in capsys.readouterr().err
+    assert not (tmp_path / "a.key").exists()

@@ -174,6 +174,42 @@ async def test_vectors_are_carried_once_and_dropped_when_removed(
     assert vector_path(carrier.held, other).exists()
 
 
+async def test_a_vector_that_is_fetched_again_while_others_are_dropped_stays(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers keep what the second trace has sent them, until that is removed."""
+    monkeypatch.setattr(vector_files, "KEPT_BYTES", 2 * 8000)
+    dropping, go_on = anyio.Event(), anyio.Event()
+
+    class Slow(Carried):
+        async def drop(self, path: Path) -> None:
+            dropping.set()
+            await go_on.wait()
+            await super().drop(path)
+
+    refs = [await stored(bus, vector(number)) for number in range(4)]
+    files = VectorFiles(bus.vectors, tmp_path, carrier := Slow())
+    async with files.of(steers(*refs[:2])):
+        pass
+
+    async def evicts() -> None:
+        async with files.of(steers(*refs[2:])):
+            pass
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as group:
+            group.start_soon(evicts)
+            await dropping.wait()
+            async with files.of(steers(refs[1])):
+                go_on.set()
+                while carrier.calls[-1] != "drop":
+                    await anyio.wait_all_tasks_blocked()
+                assert vector_path(carrier.held, refs[1]).read_bytes() == vector(1).tobytes()
+    assert not vector_path(carrier.held, refs[0]).exists()
+    async with files.of(steers(refs[1])):
+        assert vector_path(carrier.held, refs[1]).read_bytes() == vector(1).tobytes()
+
+
 async def test_who_waits_for_a_trace_that_is_cancelled_fetches_it_itself(bus: Bus, tmp_path: Path) -> None:
     ref = await stored(bus, vector(0))
     carrying = anyio.Event()

@@ -39,14 +39,18 @@ def buffers(rows: int = 64, taps: list[str] = TAPS, dtype: torch.dtype = torch.f
     return made
 
 
-def declared_of(*lists: list[tuple[Any, list[int]]], residual: bool = True) -> DeclaredRequests:
-    """Requests that generate, each with these interventions at these layers; one step of them has begun."""
+def declared_of(*lists: list[tuple[Any, list[int]]], residual: bool | list[bool] = True) -> DeclaredRequests:
+    """Requests that generate, each with these interventions at these layers; one step of them has begun.
+
+    `residual`: whether they are at the residual stream and not at a half of it, for each of a list if it is a list.
+    """
     declared = DeclaredRequests(CPU)
     states = {}
     for number, intended in enumerate(lists):
+        sums = residual if isinstance(residual, list) else [residual] * len(intended)
         placed = [
-            Placed(one, [(TAPS[layer], residual) for layer in at], len(at) > 1)
-            for one, (_, at) in zip(normalize([one for one, _ in intended]), intended, strict=True)
+            Placed(one, [(TAPS[layer], whole) for layer in at], len(at) > 1)
+            for one, (_, at), whole in zip(normalize([one for one, _ in intended]), intended, sums, strict=True)
         ]
         run = LiveRuns().join("run", pack({}), f"r{number}", f"r{number}", 0)
         name, encoded = f"r{number}", msgspec.msgpack.encode(placed)
@@ -252,6 +256,14 @@ def test_one_half_of_a_residual_stream_is_read_where_it_was_asked_for() -> None:
     assert flat.view(torch.float32).tolist() == [1.0] * HIDDEN
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_reads_of_the_residual_stream_and_of_a_half_of_it_break_the_graph(first: bool) -> None:
+    """A row of a tap has one place in the buffer."""
+    both = [(Probe("a", ""), [1]), (Probe("b", ""), [1])]
+    assert not declared_of(both, residual=[first, not first]).fits_buffers()
+    assert declared_of(both, residual=[first, first]).fits_buffers()
+
+
 def test_a_step_without_interventions_does_not_use_them() -> None:
     declared = declared_of(FITS["a vector"])
     assert declared.fits_buffers()
@@ -373,6 +385,21 @@ def test_a_vector_has_a_place_as_long_as_its_intervention_lives() -> None:
     pool.write()
     torch.testing.assert_close(pool.rows[place], torch.tensor((VECTOR + 2) * 2))
     torch.testing.assert_close(pool.rows[other], torch.tensor((VECTOR + 1) * 2))
+
+
+def test_vectors_of_plans_that_did_not_fit_are_not_kept() -> None:
+    """Not either until the next plan fits."""
+    pool = VectorPool(2, HIDDEN, CPU)
+    for number in range(6):
+        ended = steers(VECTOR + number)
+        assert pool.place(ended[0]) is not None
+        del ended
+        gc.collect()
+    (lives,) = steers(VECTOR)
+    place = pool.place(lives)
+    assert place is not None
+    pool.write()
+    torch.testing.assert_close(pool.rows[place], torch.tensor(VECTOR))
 
 
 def test_a_vector_of_another_width_has_no_place() -> None:
