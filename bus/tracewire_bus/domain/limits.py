@@ -34,6 +34,7 @@ __all__ = [
     "Limits",
     "check_size",
     "check_submission",
+    "check_tries",
     "check_vectors",
     "measure",
 ]
@@ -146,6 +147,15 @@ def _edits(submission: Submission) -> list[list[str]]:
 def _check_count(field: str, what: str, count: int, most: int, limit: str) -> None:
     if count > most:
         raise LimitExceeded(field, f"a submission has at most {most} {what}, got {count}", limit)
+
+
+def check_tries(tries: int, limits: Limits = DEFAULTS) -> None:
+    """Check how many engines may still be lost over a queue entry, whatever its submission says.
+
+    Raises:
+        LimitExceeded: more than `limits.attempts`.
+    """
+    _check_count("max_attempts", "attempts", tries, limits.attempts, "attempts")
 
 
 def check_size(nbytes: int, limits: Limits = DEFAULTS) -> None:

@@ -5,15 +5,16 @@
 -- KEYS: record, events, changes, and if the submission is signed the mark of its nonce. ARGV: engine, for how many
 -- seconds to remember the record, attempt, for how many to keep the trace after its end, how many changes of live
 -- parameters may wait, how many may come a second, model or '', and if the submission is signed a random word that the
--- engine gives whenever it asks for this attempt again. Returns 'ended', 'overtaken', 'elsewhere' (the trace is of another
--- model), 'replayed' (an attempt as late has had the nonce), or the time in ms, the record, and the changes of live
--- parameters that no event has reported.
+-- engine gives whenever it asks for this attempt again, and the id of the key. Returns 'ended', 'overtaken', 'elsewhere'
+-- (the trace is of another model), "another's" (another key has submitted it), 'replayed' (an attempt as late has had the
+-- nonce), or the time in ms, the record, and the changes of live parameters that no event has reported.
 local key, events, changes, mark = unpack(KEYS)
 local engine, remember, attempt, retention = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local most, most_a_second, model, word = unpack(ARGV, 5)
-local attempts, last_engine, own_model = unpack(redis.call('HMGET', key, 'a', 'e', 'm'))
+local most, most_a_second, model, word, signer = unpack(ARGV, 5)
+local attempts, last_engine, own_model, submitter = unpack(redis.call('HMGET', key, 'a', 'e', 'm', 'k'))
 if own_model and model ~= '' and own_model ~= model then return 'elsewhere' end
 if stream.ended(events) then return 'ended' end
+if mark and submitter and submitter ~= signer then return "another's" end
 local present = mark and redis.call('GET', mark)
 if present then
   local taken, by = string.match(present, '^(%d+):(%x+)$')

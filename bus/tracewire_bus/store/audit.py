@@ -19,8 +19,10 @@ from .keys import Keys
 
 __all__ = ["MOST", "AuditEntry", "AuditLog", "Commands"]
 
-#: How long the source of a block is kept after the last entry that names it, in seconds.
+#: How long the source of a block is kept, in seconds. Engines write it again while it is in use.
 CODE_S: Final = 90 * 24 * 3600
+#: The same for a block that an engine has refused.
+REFUSED_CODE_S: Final = 7 * 24 * 3600
 #: The longest source that is kept, in characters.
 CODE_CHARACTERS: Final = 256 * 1024
 #: How many entries the trail keeps unless an operator says otherwise.
@@ -98,13 +100,14 @@ class AuditLog:
         key = self._bus.keys.audit
         return [("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries]
 
-    async def keep_code(self, hash: str, text: str) -> None:
-        """Keep the source of a block under the hash of its code.
+    async def keep_code(self, hash: str, text: str, seconds: int = CODE_S) -> None:
+        """Keep the source of a block under the hash of its code for so many seconds.
 
         Raises:
             BusError: Redis refuses, or does not answer.
         """
-        await self._bus.command("SET", self._bus.keys.audit_code(hash), text[:CODE_CHARACTERS].encode(), "EX", CODE_S)
+        key, data = self._bus.keys.audit_code(hash), text[:CODE_CHARACTERS].encode()
+        await self._bus.command("SET", key, data, "EX", seconds)
 
     async def code(self, hash: str) -> str | None:
         """The source of the code of this hash; None if it is not kept.

@@ -340,20 +340,26 @@ class Queue:
             if of == model:
                 intake.claimed.discard(trace)
 
-    async def dead_letter(self, model: str, taken: Taken, reason: str) -> None:
+    async def dead_letter(self, model: str, taken: Taken, reason: str, holder: str = "") -> None:
         """Move an entry to the dead letters, with the reason.
 
-        The call may be repeated after a crash or a lost reply: an entry becomes one dead letter.
+        The call may be repeated after a crash or a lost reply: an entry becomes one dead letter. With `holder`, an
+        entry that this engine does not hold any more stays, and becomes none.
 
         Raises:
             BusUnavailable: Redis does not answer.
         """
+        if holder:
+            taken_by = await self._connections.command("HGET", self._keys.queue(model, "taken"), to_bytes(taken.trace))
+            if taken_by is None or to_text(taken_by) != holder:
+                self.note_settled(model, taken.trace)
+                return
         data = None
         if b"d" not in taken.fields:
             name = self._keys.queue(model, "data")
             data = await self._connections.command("HGET", name, to_bytes(taken.trace), unbatched=True) or b""
         await self._dead_letters.add(model, taken, reason, data)
-        await self.done(model, taken.trace)
+        await self.done(model, taken.trace, holder, taken.attempt if holder else 0)
 
     async def withdraw(self, model: str, trace: str) -> bool:
         """Remove a waiting entry. Returns False if an engine has taken it, or if it was never put.

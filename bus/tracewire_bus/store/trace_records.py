@@ -122,6 +122,10 @@ class TraceElsewhere(BusError, ValueError):
     """A trace of this id was submitted to another model."""
 
 
+class TraceOfAnother(BusError, ValueError):
+    """A trace of this id was submitted by another key."""
+
+
 class TraceEnded(BusError):
     """The trace has ended, so the operation has no effect."""
 
@@ -239,6 +243,7 @@ class Records(RecordReads):
 
         Raises:
             TraceElsewhere: the trace is of another model.
+            TraceOfAnother: another key than that of `mark` has submitted the trace.
             TraceEnded: the trace has ended.
             Replayed: an attempt as late has had the submission.
             Overtaken: another engine has begun this attempt, or a later attempt has begun.
@@ -250,7 +255,7 @@ class Records(RecordReads):
                 [keys.record(trace), keys.events(trace), keys.changes(trace)]
                 + ([] if mark is None else [keys.nonce(trace, mark.key, mark.nonce)]),
                 *(engine, REMEMBER_S, attempt, self._retention_s, limits.steers_waiting, limits.steers_per_s, model),
-                "" if mark is None else mark.word,
+                *("", "") if mark is None else (mark.word, mark.key),
             )
         )
         if isinstance(reply, bytes):
@@ -528,6 +533,8 @@ def _not_opened(reply: str, trace: str, attempt: int) -> BusError:
             return TraceEnded(f"trace {trace} has ended")
         case "elsewhere":
             return TraceElsewhere(f"trace {trace} was submitted to another model")
+        case "another's":
+            return TraceOfAnother(f"trace {trace} was submitted with another key")
         case "replayed":
             return Replayed(f"the submission of trace {trace} was replayed: an engine has taken it before")
         case _:

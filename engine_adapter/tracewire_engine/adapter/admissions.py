@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from tracewire_bus.bus import Taken
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.trace_records import NonceMark
 
@@ -32,23 +33,29 @@ class Admissions:
         """A seat for one queue entry, which holds places while it is entered."""
         return Seat()
 
-    async def admit(self, trace: str, entry: Taken, seat: Seat) -> Admitted:
-        """Verify who has submitted an entry, before anything of the submission is decoded. Takes a place of its tenant.
+    async def admit(self, trace: str, entry: Taken) -> Admitted:
+        """Verify who has submitted an entry, before anything of the submission is decoded.
 
         Raises:
             Rejection: it is not accepted.
             LimitExceeded: it is too large.
         """
-        admitted = await self._gate.submission(trace, entry.fields.get(b"d", b""), entry.queued_at)
-        key = admitted.key
-        if key is not None:
-            # Nothing is awaited between the comparison and the count: entries that come together are counted, too.
-            running, most = self._of_tenants[key.tenant], key.quotas.get("traces")
-            if most is not None and running >= most:
-                message = f"{running} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
-                raise Rejection("signature", message, type="QuotaExceeded")
-            seat.take(self._of_tenants, key.tenant)
-        return admitted
+        return await self._gate.submission(trace, entry.fields.get(b"d", b""), entry.queued_at)
+
+    def admit_tenant(self, key: Key | None, seat: Seat) -> None:
+        """Take a place of the tenant whose key has signed a submission.
+
+        Raises:
+            Rejection: as many of the tenant's traces run here as may.
+        """
+        if key is None:
+            return
+        # Nothing is awaited between the comparison and the count: entries that come together are counted, too.
+        running, most = self._of_tenants[key.tenant], key.quotas.get("traces")
+        if most is not None and running >= most:
+            message = f"{running} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
+            raise Rejection("signature", message, type="QuotaExceeded")
+        seat.take(self._of_tenants, key.tenant)
 
     def admit_client(self, client: str, seat: Seat) -> None:
         """Take a place of a submission's client.

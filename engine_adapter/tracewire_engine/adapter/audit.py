@@ -18,7 +18,7 @@ import anyio
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.code_identity import described
 from tracewire_bus.domain.identity import Key
-from tracewire_bus.store.audit import CODE_CHARACTERS, AuditEntry, AuditLog
+from tracewire_bus.store.audit import CODE_CHARACTERS, CODE_S, REFUSED_CODE_S, AuditEntry, AuditLog
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import Block, EngineInfo
@@ -31,6 +31,11 @@ _WAITING: Final = 20_000
 _AT_ONCE: Final = 64
 _REMEMBERED: Final = 1024
 _TEXT: Final = 500
+#: After how long the source of code that is still in use is written again, in seconds, so that Redis keeps it on.
+_RENEW_S: Final = 24 * 3600.0
+#: How many refused sources are kept in that time, and how many characters they have together at most.
+_REFUSED: Final = 256
+_REFUSED_CHARACTERS: Final = 4 * 1024 * 1024
 #: How long entries wait for a round trip of the writer, and then for another one that is made anyway, in seconds.
 _GATHER_S: Final = 0.02
 _RIDE_S: Final = 0.01
@@ -44,9 +49,11 @@ class Audit:
         self._info = info
         self._most = most
         self._entries: deque[AuditEntry] = deque()
-        self._codes: deque[tuple[str, str]] = deque()
-        #: The hashes of code that the trail has from this engine, the latest last.
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._codes: deque[tuple[str, str, int]] = deque()
+        #: The hashes of code that the trail has from this engine, the latest last: since when, and whether as refused.
+        self._known: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        #: The refused sources that were kept lately: when, and how many characters.
+        self._refused: deque[tuple[float, int]] = deque()
         self._dropped = 0
         #: Since when the oldest entry waits, by the monotonic clock, or for a round trip that carries it.
         self._since = 0.0
@@ -89,19 +96,38 @@ class Audit:
         entries.append(entry)
         self._new.notify()
 
-    def keep(self, hash: str, block: Block) -> None:
-        """Keep the source of a block beside the trail, if it is not there yet."""
+    def keep(self, hash: str, block: Block, *, refused: bool = False) -> None:
+        """Keep the source of a block beside the trail, if it is not there yet.
+
+        A `refused` one is kept only if there is room: everybody who may submit can have blocks refused.
+        """
         if not self._most:
             return
-        if hash in self._known:
+        now = time.monotonic()
+        since, was_refused = self._known.get(hash, (-_RENEW_S, True))
+        if hash in self._known and now - since < _RENEW_S and (refused or not was_refused):
             self._known.move_to_end(hash)
             return
-        self._known[hash] = None
+        if len(block.source) > CODE_CHARACTERS or len(self._codes) >= _REMEMBERED:
+            return
+        text = described(block)
+        if refused and not self._has_room(now, len(text)):
+            return
+        self._known[hash] = now, refused
+        self._known.move_to_end(hash)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        if len(block.source) <= CODE_CHARACTERS and len(self._codes) < _REMEMBERED:
-            self._codes.append((hash, described(block)))
-            self._new.notify()
+        self._codes.append((hash, text, REFUSED_CODE_S if refused else CODE_S))
+        self._new.notify()
+
+    def _has_room(self, now: float, characters: int) -> bool:
+        """Whether a refused source of so many characters may be kept. Counts it."""
+        while self._refused and now - self._refused[0][0] >= _RENEW_S:
+            self._refused.popleft()
+        if len(self._refused) >= _REFUSED or sum(one for _, one in self._refused) + characters > _REFUSED_CHARACTERS:
+            return False
+        self._refused.append((now, characters))
+        return True
 
     async def flushed(self) -> None:
         """Wait until Redis has all entries. Only one task at a time may wait."""

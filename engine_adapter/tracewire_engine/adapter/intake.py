@@ -14,10 +14,9 @@ from msgspec import structs
 
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.identity import Key, SignatureRefused
-from tracewire_bus.domain.limits import MAX_TRACE_ID, LimitExceeded
+from tracewire_bus.domain.limits import LimitExceeded, check_tries
 from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.store.control import Order
-from tracewire_bus.store.lifecycle import lifecycle_fields
 from tracewire_bus.store.proofs import cancel_content, pause_content
 from tracewire_bus.store.trace_records import (
     Opened,
@@ -25,14 +24,15 @@ from tracewire_bus.store.trace_records import (
     Replayed,
     TraceElsewhere,
     TraceEnded,
+    TraceOfAnother,
     cancellation,
 )
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import first_error
 from tracewire_bus.transport.guard import Malformed
-from tracewire_bus.wire.codec import NewerSchema, encode
+from tracewire_bus.wire.codec import NewerSchema
 from tracewire_bus.wire.live_values import unpack_live
-from tracewire_bus.wire.messages import Failure, Final, Status, StopWhen, Submission
+from tracewire_bus.wire.messages import Failure, Status, StopWhen, Submission
 
 from .admissions import Admissions, Seat
 from .claims import Claims
@@ -43,6 +43,7 @@ from .http_requests import PlainRequests
 from .lifecycle import Lifecycle
 from .live_changes import LiveTrace
 from .live_proofs import LiveProofs
+from .refusals import Refusals
 from .settings import Settings
 from .standing_edits import RequestEdits
 from .trace_end import BlocksLost
@@ -84,6 +85,7 @@ class Intake:
         self._plain = plain
         self._lifecycle = lifecycle
         self._settings = settings
+        self._refusals = Refusals(bus, services, claims)
         #: The cancel scopes of the queue entries that are being served.
         self.scopes: set[anyio.CancelScope] = set()
         #: The waits after Redis has refused to give an entry, or to begin one.
@@ -155,7 +157,7 @@ class Intake:
         """End a trace that could not be begun."""
         try:
             await self._bus.records.end(entry.trace, "failed", failure)
-            await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+            await self._bus.queue.done(self._info.model, entry.trace, self._info.engine, entry.attempt)
         except BusError as error:
             # The entry is delivered again, and answered then.
             logger.warning("queue entry %s could not be answered either: %s", entry.trace, error)
@@ -169,8 +171,11 @@ class Intake:
         """
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
+        admitted: Admitted | None = None
         try:
-            admitted = await self._admissions.admit(trace, entry, seat)
+            admitted = await self._admissions.admit(trace, entry)
+            self._admissions.admit_tenant(admitted.key, seat)
+            check_tries(entry.tries, self._settings.limits)
             validated = await self._validator.validate(trace, schema, admitted.content, admitted.key)
             self._admissions.admit_client(validated.submission.client, seat)
             return admitted, validated, self._choose(validated.submission)
@@ -183,54 +188,14 @@ class Intake:
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
-        await self._refuse(entry, trace, failure)
+        await self._refusals.refuse(entry, trace, failure, admitted)
         return None
-
-    async def _refuse(self, entry: Taken, trace: str, failure: Failure) -> None:
-        """Answer an entry that cannot run on its trace's stream. Without a stream of its own it is a dead letter."""
-        if 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace and await self._is_its_own(entry, trace):
-            await self._reject(entry, trace, failure)
-        else:
-            logger.warning("dead-lettering entry %r: %s", entry.trace, failure.message)
-            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)
-
-    async def _is_its_own(self, entry: Taken, trace: str) -> bool:
-        """Whether an entry may end the trace that it names. An entry beside the trace's own must not end the trace."""
-        run = self._claims.runs.get(trace)
-        if isinstance(run, TraceRun) and run.attempt >= entry.attempt:
-            return False
-        holder = await self._bus.records.holder(trace)
-        if holder is None:
-            return True
-        model, engine, attempt = holder
-        return model == self._info.model and (attempt < entry.attempt or engine == self._info.engine)
 
     def _note(self, validated: Validated, key: Key | None) -> None:
         """Write an accepted submission and its code to the audit trail."""
         submission, audit = validated.submission, self._control.audit
         code = sorted({one for one in validated.code if one})
         audit.accepted("submit", submission.trace, key, code=code, by=submission.client)
-
-    async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
-        final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())
-        settled = (self._info.model, entry.trace, self._info.engine, entry.attempt)
-        try:
-            life = lifecycle_fields(
-                "final",
-                trace,
-                model=self._info.model,
-                engine=self._info.engine,
-                attempt=entry.attempt,
-                status=final.status,
-                error=failure.type,
-                usage=final.usage,
-            )
-            await self._services.writer.append(
-                trace, entry.attempt, 0, encode(final), final=True, settles=settled, lifecycle=life
-            )
-        except Fenced:
-            logger.warning("trace %s has ended already; its rejection was dropped", trace)
-            self._bus.queue.note_settled(self._info.model, entry.trace)
 
     def _choose(self, submission: Submission) -> list[RequestEdits]:
         """The standing interventions of each invoke; an empty list if no invoke has any.
@@ -266,14 +231,14 @@ class Intake:
         try:
             try:
                 opened = await self._opened(trace, entry.attempt, admitted)
-            except (Replayed, TraceElsewhere) as error:
+            except (Replayed, TraceElsewhere, TraceOfAnother) as error:
                 failure = refused(str(error)).failure
                 self._control.audit.refused("submit", trace, failure.message, admitted.key)
-                await self._refuse(entry, trace, failure)
+                await self._refusals.refuse(entry, trace, failure, admitted)
                 return
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.
-                await self._bus.queue.done(self._info.model, entry.trace, self._info.engine)
+                await self._bus.queue.done(self._info.model, entry.trace, self._info.engine, entry.attempt)
                 return
             except Overtaken:
                 self.refused.reset()
@@ -448,7 +413,7 @@ class Intake:
                 await run.fail(problem, status=status)
         if run.fenced:
             if await self._bus.records.ended(submission.trace):
-                await self._bus.queue.done(model, entry.trace, engine)
+                await self._bus.queue.done(model, entry.trace, engine, entry.attempt)
             else:
                 # Another engine has taken the trace by now, or will take it next.
                 await self._put_back(entry, "another engine wrote to its stream")

@@ -57,15 +57,16 @@ class PauseEnds:
     async def _end(self, run: TraceRun) -> None:
         pause = run.pause
         author, due = f"timeout of {pause.wanted_by}", pause.due
-        if pause.cancels:
-            pause.due = None
-            self._control.end(run, "cancelled", cancellation(author, "its pause was not ended in time"))
-            return
         number = int(await self._bus.command(*unpause_command(self._bus.keys, run.trace, pause.number)))
-        # An order that came meanwhile has set another time, or none.
-        if number and pause.due == due:
+        if pause.due != due:
+            # An order that came meanwhile has set another time, or none.
+            return
+        pause.due = None
+        if not number:
+            # The order that has ended or replaced the pause is on its way.
+            return
+        if pause.cancels:
+            self._control.end(run, "cancelled", cancellation(author, "its pause was not ended in time"))
+        else:
             pause.request(author, resume=True, number=number)
             self._control.apply_pause(run)
-        elif pause.due == due:
-            # The order that has ended or replaced the pause is on its way.
-            pause.due = None

@@ -28,6 +28,8 @@ class PauseState:
         self.cancels = False
         #: Whether its requests are paused in the engine, or are about to be.
         self.paused = False
+        #: Since when it is paused, by the event loop's clock; None if it is not.
+        self.paused_since: float | None = None
         self._asked_by = self._begun_by = ""
         self._applying = False
 
@@ -64,6 +66,7 @@ class PauseState:
     def begin(self) -> None:
         """Pause or resume, as was asked for last."""
         self.paused, self._begun_by = not self.paused, self._asked_by
+        self.paused_since = anyio.current_time() if self.paused else None
 
     def event(self) -> Paused | Resumed:
         """The event for the last `begin`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 from contextlib import suppress
+from functools import partial
 
 import anyio
 
@@ -87,6 +88,7 @@ class Adapter:
         gate = Gate(settings.identity, bus.keys.prefix, info.model, info.engine, settings.limits)
         self._audit = Audit(bus, info, settings.audit)
         self._validator.keep = self._audit.keep
+        self._validator.keep_refused = partial(self._audit.keep, refused=True)
         checks = self._validator.check_edit, self._renew, settings.code.permit, gate, self._audit
         self._standing = StandingEdits(bus, info, placer, *checks)
         self._reports = ReportRouter(engine, self._pending, settings.blob_threshold)

@@ -153,13 +153,14 @@ class StandingEdits:
                 await changes.aclose()
 
     async def refresh(self) -> None:
-        """Read the edits if they have changed, and renew the engine's registry entry, which lists them.
+        """Read the edits if they have changed, or the key of one was revoked, and renew the engine's registry entry.
 
         Raises:
             BusError: the edits cannot be read, or the registry cannot be written.
         """
         edits = self._bus.edits
-        if await edits.generation(self._info.model) == self._generation:
+        unchanged = await edits.generation(self._info.model) == self._generation
+        if unchanged and all(self._is_valid(one.signer) for one in self._signed.values()):
             return
         await self.take(await edits.load(self._info.model, None if self._gate is None else self._gate.edit))
         await self._announce()
@@ -220,7 +221,7 @@ class StandingEdits:
         return edits, errors
 
     def _is_valid(self, signer: Key | None) -> bool:
-        """Whether the key that has signed an edit is still good. An edit does not outlive its key."""
+        """Whether the key that has signed an edit was not revoked since. An edit does not outlive that."""
         key = None if signer is None or self._gate is None else self._gate.key(signer.id)
         return key is not None and key.revoked is None
 

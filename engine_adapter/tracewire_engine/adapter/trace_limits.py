@@ -34,8 +34,6 @@ class TraceLimits:
         self._limits = limits
         self.counts = counts
         self._end = end
-        #: By the id of a paused trace, when its pause was first seen and the pause's number.
-        self._paused: dict[str, tuple[float, int]] = {}
 
     async def run(self) -> None:
         """Compare every `_CHECK_S` seconds. Never ends by itself."""
@@ -45,15 +43,11 @@ class TraceLimits:
 
     def check(self, now: float) -> None:
         """End each run that exceeds a limit at the time `now`, in seconds of the event loop's clock."""
-        paused: dict[str, tuple[float, int]] = {}
         for run in self._claims.running():
-            if run.pause.paused:
-                since, number = self._paused.get(run.trace, (now, run.pause.number))
-                paused[run.trace] = (since, number) if number == run.pause.number else (now, run.pause.number)
-            error = self._exceeded(run, now - paused[run.trace][0] if run.trace in paused else 0.0)
+            since = run.pause.paused_since
+            error = self._exceeded(run, 0.0 if since is None else now - since)
             if error is not None and self._end(run, "failed", failure_of_limit(error)):
                 self.counts.note(error)
-        self._paused = paused
 
     def _exceeded(self, run: TraceRun, paused_s: float) -> LimitExceeded | None:
         limits = self._limits

@@ -75,8 +75,9 @@ class Validator:
         self._limits = limits
         self._tree = tree
         self._code = code or CodePolicy()
-        #: Is called with each block whose code may run or is refused, and the hash of the code.
+        #: Are called with each block whose code may run, or is refused, and the hash of the code.
         self.keep: Callable[[str, Block], None] = lambda hash, block: None
+        self.keep_refused = self.keep
         self._sources = Sources(info, tree)
         #: One thread at a time for submissions that take long to examine: several would only wait for each other.
         self._looking = anyio.CapacityLimiter(1)
@@ -205,7 +206,7 @@ class Validator:
         except Rejection as rejection:
             if rejection.failure.type == "CodeRefused" and self._code.code != "none":
                 # An operator may want to see it, and to approve it.
-                self.keep(code_hash(block), block)
+                self.keep_refused(code_hash(block), block)
             raise
         self.keep(code, block)
         self._code.check_imports(block.name, block.modules.values())

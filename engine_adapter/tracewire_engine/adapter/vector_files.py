@@ -109,7 +109,7 @@ class VectorFiles:
             del self._files[file.name]
             file.unlink()
         for file in removed:
-            # Another trace may have fetched the vector again since, and have it sent to the workers under the same name.
+            # Another trace may have fetched the vector again since, for the workers to keep it under the same name.
             if file.name not in self._files:
                 await file.drop()
 

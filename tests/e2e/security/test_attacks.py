@@ -524,8 +524,12 @@ async def test_an_edit_is_neither_removed_nor_replaced_without_a_signature(keys:
         assert await seen() == (["calm"], "")
         known = keys.ring.listed()
         keys.ring.write([msgspec.structs.replace(key, revoked=1.0) if key.id == "alice" else key for key in known])
+        # Although nobody has changed an edit since.
+        names, why = await seen()
+        assert names == []
+        assert "was revoked" in why
         await bus.edits.remove("tiny", "calm")
-        assert (await seen())[0] == []
+        assert await seen() == ([], "")
 
 
 # --- finals -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tests.support.identities import Identities
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.store.queue_entries import Taken
-from tracewire_engine.adapter.admissions import Admissions
+from tracewire_engine.adapter.admissions import Admissions, Seat
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.gate import Admitted, Gate
 
@@ -21,21 +21,28 @@ def entry(keys: Identities, id: str, trace: str) -> Taken:
     return Taken(trace, {b"d": data}, keys.ring.path.stat().st_mtime)
 
 
+async def admit(admissions: Admissions, entry: Taken, seat: Seat) -> Admitted:
+    """As the intake does."""
+    admitted = await admissions.admit(entry.trace, entry)
+    admissions.admit_tenant(admitted.key, seat)
+    return admitted
+
+
 async def test_a_tenant_s_traces_are_counted_from_their_admission_on(tmp_path: Path) -> None:
     keys = Identities(tmp_path)
     keys.ring.write([msgspec.structs.replace(key, quotas={"traces": 1}) for key in keys.ring.listed()])
     admissions = Admissions(Gate(keys.strict, "tw", "m", "e"))
     with admissions.seat() as seat:
-        admitted = await admissions.admit("t", entry(keys, "alice", "t"), seat)
+        admitted = await admit(admissions, entry(keys, "alice", "t"), seat)
         # The first one does not run yet.
         says = "1 traces of tenant 'red' run here, its key's quota is 1"
         with admissions.seat() as late, pytest.raises(Rejection, match=says) as refused:
-            await admissions.admit("u", entry(keys, "ann", "u"), late)
+            await admit(admissions, entry(keys, "ann", "u"), late)
         assert refused.value.failure.type == "QuotaExceeded"
         with admissions.seat() as other:
-            await admissions.admit("v", entry(keys, "bob", "v"), other)
+            await admit(admissions, entry(keys, "bob", "v"), other)
     with admissions.seat() as seat:
-        await admissions.admit("u", entry(keys, "ann", "u"), seat)
+        await admit(admissions, entry(keys, "ann", "u"), seat)
     # No tenant that has gone is remembered.
     assert not admissions._of_tenants
     assert admitted.content == b"x"
@@ -55,7 +62,7 @@ async def test_a_signed_submission_has_one_mark_until_it_ends(tmp_path: Path) ->
     keys = Identities(tmp_path)
     admissions = Admissions(Gate(keys.strict, "tw", "m", "e"))
     with admissions.seat() as seat:
-        admitted = await admissions.admit("t", entry(keys, "alice", "t"), seat)
+        admitted = await admit(admissions, entry(keys, "alice", "t"), seat)
     mark = admissions.mark(admitted)
     assert mark is not None
     assert admissions.mark(admitted) == mark

@@ -13,8 +13,9 @@ from tests.support.identities import Identities, running
 from tests.support.scripted_engine import acts
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.approvals import Approvals
-from tracewire_bus.store.audit import AuditLog
+from tracewire_bus.store.audit import CODE_S, REFUSED_CODE_S, AuditLog
 from tracewire_bus.wire.messages import Block
+from tracewire_engine.adapter import audit as audit_module
 from tracewire_engine.adapter.audit import _WAITING, Audit
 from tracewire_engine.adapter.code_policy import CodePolicy
 
@@ -122,3 +123,34 @@ async def test_entries_that_name_code_do_not_overtake_it(bus: Bus) -> None:
     await written(audit)
     assert await AuditLog(bus).code("ab")
     assert [one.name async for one in AuditLog(bus).read()] == ["t"]
+
+
+async def test_refused_sources_take_a_bounded_part_of_redis(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody who may submit can have blocks refused. One that is accepted later is kept as any other."""
+    audit = Audit(bus, engine_info(), 10)
+    for number in range(300):
+        audit.keep(f"{number:x}", Block(name="b", source=f"pass  # {number}"), refused=True)
+    assert len(audit._codes) == 256
+    for number in range(100):
+        audit.keep(f"long{number}", Block(name="b", source="#" * 200_000), refused=True)
+    assert len(audit._codes) == 256
+    audit.keep("0", Block(name="b", source="pass  # 0"))
+    # A day later.
+    monkeypatch.setattr(audit_module, "_RENEW_S", 0.0)
+    audit.keep("fff", Block(name="b", source="pass"), refused=True)
+    assert [(hash, seconds) for hash, _, seconds in list(audit._codes)[256:]] == [
+        ("0", CODE_S),
+        ("fff", REFUSED_CODE_S),
+    ]
+
+
+async def test_code_that_is_in_use_is_kept_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = Audit(bus, engine_info(), 10)
+    block = Block(name="b", source="pass")
+    for _ in range(3):
+        audit.keep("ab", block)
+    assert len(audit._codes) == 1
+    # A day later.
+    monkeypatch.setattr(audit_module, "_RENEW_S", 0.0)
+    audit.keep("ab", block)
+    assert len(audit._codes) == 2

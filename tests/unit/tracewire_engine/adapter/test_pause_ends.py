@@ -124,3 +124,45 @@ async def test_an_end_waits_for_redis(client: Client, embedded: str, prefix: str
                 assert isinstance(await anext(trace), Resumed)
             engine.finish(next(iter(engine.requests)))
             await trace.result()
+
+
+async def test_a_trace_that_was_resumed_is_not_cancelled_by_the_end_of_its_pause(
+    client: Client, embedded: str, prefix: str
+) -> None:
+    """Redis has the resumption, whose order has not reached the engine."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine) as adapter, client.trace("tiny", "x", detach=True) as trace:
+            async with _paused(trace, timeout=300, on_timeout="cancel"):
+                run = _run(adapter, trace.id)
+                assert run.pause.due is not None
+                due, ends = run.pause.due, PauseEnds(adapter._bus, adapter._claims, adapter._control)
+                await adapter._bus.command("HINCRBY", adapter._bus.keys.record(trace.id), "zn", 1)
+                await adapter._bus.command("HDEL", adapter._bus.keys.record(trace.id), "z")
+                await ends.check(due + 1)
+                assert run.pause.due is None
+                assert not run.ended
+                # The order comes.
+                run.pause.request("guard", resume=True, number=2)
+                adapter._control.apply_pause(run)
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+
+
+async def test_a_pause_that_its_author_prolongs_is_one_pause(client: Client, embedded: str, prefix: str) -> None:
+    """So nobody pauses a trace for longer than the engine's limit."""
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, PlayedEngine()) as adapter,
+            client.trace("tiny", "x", detach=True) as trace,
+            _paused(trace, timeout=300),
+        ):
+            run = _run(adapter, trace.id)
+            since, number = run.pause.paused_since, run.pause.number
+            assert since is not None
+            assert await trace.pause(by="guard", timeout=600)
+            await until(lambda: run.pause.number > number)
+            assert run.pause.paused_since == since
+            assert await trace.resume(by="guard")
+            await until(lambda: not run.pause.paused)
+            assert run.pause.paused_since is None

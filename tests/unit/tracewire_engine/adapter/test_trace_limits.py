@@ -12,8 +12,8 @@ from tracewire_engine.adapter.claims import Claims
 from tracewire_engine.adapter.trace_limits import TraceLimits
 
 
-def _run(trace: str, saved: int = 0, *, paused: bool = False, number: int = 0) -> Any:
-    return SimpleNamespace(trace=trace, saved_bytes=saved, pause=SimpleNamespace(paused=paused, number=number))
+def _run(trace: str, saved: int = 0, *, paused_since: float | None = None) -> Any:
+    return SimpleNamespace(trace=trace, saved_bytes=saved, pause=SimpleNamespace(paused_since=paused_since))
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def test_a_run_that_saves_more_than_it_may_is_ended(ended: list[tuple[str, str]]
 
 
 def test_a_pause_counts_from_its_own_beginning(ended: list[tuple[str, str]]) -> None:
-    run = _run("t", paused=True, number=1)
+    run = _run("t", paused_since=0.0)
     checked = _limits(Limits(paused_s=10), [run], ended, LimitCounts())
     checked.check(0.0)
     checked.check(10.0)
     assert not ended
     # Another pause, which began after the run had gone on.
-    run.pause.number = 3
+    run.pause.paused_since = 11.0
     checked.check(11.0)
     checked.check(20.0)
     assert not ended
@@ -56,7 +56,7 @@ def test_a_pause_counts_from_its_own_beginning(ended: list[tuple[str, str]]) -> 
 
 
 def test_limits_of_zero_are_none(ended: list[tuple[str, str]]) -> None:
-    runs = [_run("t", 10**15, paused=True)]
+    runs = [_run("t", 10**15, paused_since=0.0)]
     checked = _limits(Limits(paused_s=0, trace_save_bytes=0), runs, ended, LimitCounts())
     checked.check(0.0)
     checked.check(1e9)

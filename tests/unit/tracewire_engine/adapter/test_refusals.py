@@ -1,0 +1,107 @@
+"""A queue entry that cannot run ends its own trace, and no trace beside it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+import tracewire
+from tests.support.identities import ENGINE, Identities, running
+from tests.support.scripted_engine import ScriptedEngine, info, serving
+from tests.support.until import until
+from tracewire_bus.bus import Bus, Taken
+from tracewire_bus.domain.limits import Limits
+from tracewire_bus.store.proofs import Proofs
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import Failure, Invoke, Submission
+from tracewire_engine.adapter.service import Adapter
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+def forged(keys: Identities, bus: Bus, trace: str, by: str, content: bytes) -> Taken:
+    """An entry that an engine takes for a late attempt, of which its author has written the number."""
+    signer = keys.signer(by) if by else None
+    data = Proofs(signer, prefix=bus.keys.prefix).content("submit", "tiny", trace, content)
+    fields = {b"v": schema_text().encode(), b"t": trace.encode(), b"d": data}
+    return Taken(trace, fields, keys.ring.path.stat().st_mtime, attempt=51)
+
+
+async def serve(adapter: Adapter, bus: Bus, entry: Taken) -> None:
+    """Have an engine serve an entry that it has taken."""
+    await bus.command("HSET", bus.keys.queue("tiny", "taken"), entry.trace, adapter._info.engine)
+    await adapter._intake._serve(entry, anyio.CancelScope())
+
+
+async def goes_on(keys: Identities, bus: Bus, trace: str) -> None:
+    """The trace runs as it did, and its owner steers it. What stood in the queue is a dead letter."""
+    assert [one.trace for one in await bus.dead_letters.list()] == [trace]
+    async with keys.client(bus, "alice") as alice:
+        await alice.steer(trace, alpha=2.0)
+        async for event in alice.subscribe(trace, since="start"):
+            assert event.type not in ("final", "restarted")
+            if event.type == "steered":
+                break
+        await alice.cancel(trace)
+
+
+@pytest.mark.parametrize(
+    ("by", "content"),
+    [("", b"garbage"), ("bob", b"garbage"), ("", b"x" * (33 << 20))],
+    ids=["nobody's garbage", "garbage of another tenant", "too much"],
+)
+async def test_what_cannot_run_ends_no_trace_that_runs(by: str, content: bytes, keys: Identities, bus: Bus) -> None:
+    """Also if it comes as a later attempt."""
+    async with keys.served(bus) as adapter, keys.client(bus, "alice") as alice:
+        trace = await running(alice)
+        await serve(adapter, bus, forged(keys, bus, trace.id, by, content))
+        await goes_on(keys, bus, trace.id)
+
+
+async def test_another_key_s_submission_does_not_take_a_trace(keys: Identities, bus: Bus) -> None:
+    """It could run, on another engine, as a later attempt."""
+    other = ScriptedEngine(partial(anyio.sleep, 0.005))
+    async with (
+        keys.served(bus),
+        serving(bus, other, info("tiny", engine="other-engine"), identity=keys.strict) as second,
+        keys.client(bus, "alice") as alice,
+    ):
+        await until(lambda: bus.registry.alive("other-engine"))
+        trace = await running(alice)
+        holder = await bus.records.holder(trace.id)
+        assert holder is not None
+        adapter = second if holder[1] == ENGINE else keys.adapter
+        mine = Submission(trace=trace.id, model="tiny", invokes=[Invoke(prompt="valid")], detach=True)
+        await serve(adapter, bus, forged(keys, bus, trace.id, "bob", encode(mine)))
+        await goes_on(keys, bus, trace.id)
+
+
+async def test_an_engine_that_was_slow_leaves_the_entry_to_the_engine_that_has_it(keys: Identities, bus: Bus) -> None:
+    """A refusal that comes late is no answer to an attempt of another engine, which must not lose the entry."""
+    held = bus.keys.queue("tiny", "taken")
+    async with keys.served(bus) as adapter:
+        await bus.command("HSET", bus.keys.record("t"), "m", "tiny", "a", 2, "e", "another-engine")
+        await bus.command("HSET", held, "t", "another-engine")
+        entry = Taken("t", {b"t": b"t", b"v": b"2.0", b"d": b"x"}, 0.0, attempt=1)
+        await adapter._intake._refusals.refuse(entry, "t", Failure(type="SignatureRefused", message="replayed"), None)
+        assert await bus.dead_letters.count() == 0
+        assert await bus.command("HGET", held, "t") == b"another-engine"
+
+
+async def test_an_entry_with_more_tries_than_an_engine_allows_is_refused(keys: Identities, bus: Bus) -> None:
+    """Its author has written them there, whatever the submission says."""
+    async with keys.served(bus, limits=Limits(attempts=2)) as adapter:
+        mine = encode(Submission(trace="t", model="tiny", invokes=[Invoke(prompt="valid")], detach=True))
+        entry = msgspec.structs.replace(forged(keys, bus, "t", "alice", mine), attempt=1, tries=3)
+        await serve(adapter, bus, entry)
+        async with keys.client(bus, "alice") as alice:
+            (final,) = [event async for event in alice.subscribe("t")]
+    assert isinstance(final, tracewire.Final)
+    assert (final.status, final.error and final.error.field) == ("rejected", "max_attempts")
