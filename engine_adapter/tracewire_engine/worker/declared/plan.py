@@ -250,6 +250,12 @@ class _Plan:
             self.joined = join_probes(self.groups, buffers)
         return self.joined
 
+    def leave_buffers(self) -> None:
+        """Serve the step under way at its locations."""
+        self.buffered = self.unread = False
+        for hook in self.hooks.values():
+            hook.reached = False
+
     def take(self, group: Group | Gathering) -> None:
         """Take what a group, or what gathered the groups, says of the plan's later steps."""
         self.steady &= group.steady
@@ -487,9 +493,7 @@ class DeclaredRequests:
     def leave_buffers(self) -> None:
         """Serve the step at its locations, whatever `fits_buffers` has said."""
         if self.plan is not None:
-            self.plan.buffered = self.plan.unread = False
-            for hook in self.plan.hooks.values():
-                hook.reached = False
+            self.plan.leave_buffers()
 
     def pass_buffers(self) -> None:
         """Have the kernels at the taps do nothing: this rank serves nothing in the step."""

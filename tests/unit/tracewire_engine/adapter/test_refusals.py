@@ -16,7 +16,7 @@ from tests.support.until import until
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.domain.limits import Limits
 from tracewire_bus.store.proofs import Proofs
-from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.codec import encode, request_schema_text
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
 
@@ -30,7 +30,7 @@ def forged(keys: Identities, bus: Bus, trace: str, by: str, content: bytes) -> T
     """An entry that an engine takes for a late attempt, of which its author has written the number."""
     signer = keys.signer(by) if by else None
     data = Proofs(signer, prefix=bus.keys.prefix).content("submit", "tiny", trace, content)
-    fields = {b"v": schema_text().encode(), b"t": trace.encode(), b"d": data}
+    fields = {b"v": request_schema_text().encode(), b"t": trace.encode(), b"d": data}
     return Taken(trace, fields, keys.ring.path.stat().st_mtime, attempt=51)
 
 

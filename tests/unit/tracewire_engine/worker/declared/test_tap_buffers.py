@@ -264,6 +264,18 @@ def test_reads_of_the_residual_stream_and_of_a_half_of_it_break_the_graph(first:
     assert declared_of(both, residual=[first, first]).fits_buffers()
 
 
+def test_a_step_that_leaves_the_buffers_has_to_reach_its_locations() -> None:
+    """As where another rank needs the graph with breaks."""
+    for left in (False, True):
+        declared = declared_of(FITS["a probe"])
+        assert declared.fits_buffers()
+        if left:
+            declared.leave_buffers()
+        declared.check_reached()
+        failure = declared.live["r0"].failure
+        assert (failure is not None) == left
+
+
 def test_a_step_without_interventions_does_not_use_them() -> None:
     declared = declared_of(FITS["a vector"])
     assert declared.fits_buffers()
