@@ -14,7 +14,11 @@ weights, and prints one JSON object:
   the same for ranks that do not agree on the graph. `failed` has the errors of blocks that fail on one rank, `beside`
   what came of the requests beside them, and `repeats` what came of the same requests alone.
 
-Exits with 1 if a value was not read, the values are apart, or a request was harmed although the ranks agree.
+That ranks replay the same graph is what `test_graph_proof.py` shows: graphs that differ may come to the same values, as
+`alone` says.
+
+Exits with 1 if a value was not read, if the engines generated other tokens, if the values are apart, or if a request
+was harmed although the ranks agree.
 """
 
 # mypy: ignore-errors
@@ -170,6 +174,7 @@ def good(figures: dict[str, Any], *, eager: bool = False) -> bool:
     """Whether they are as they should be."""
     taps, whole, ranks = figures["taps"], figures["whole"], figures.get("ranks")
     found = all(steps == STEPS for steps in taps["read"].values()) and taps["steer_matters"]
+    found = found and taps["tokens"] and taps["steered"]
     found = found and max(*taps["apart"].values(), whole["apart"]) < 0.05 and (eager or whole["steps"] >= 2 * STEPS)
     if ranks is not None:
         found = found and len(ranks["failed"]) == 3

@@ -15,7 +15,8 @@ from tests import gpu_ranks
 from tests.support import ROOT
 
 FIGURES: dict[str, Any] = {
-    "taps": {"read": {"probe at 0": gpu_ranks.STEPS}, "apart": {"probe at 0": 0.001}, "steer_matters": True},
+    "taps": {"read": {"probe at 0": gpu_ranks.STEPS}, "apart": {"probe at 0": 0.001}, "steer_matters": True}
+    | {"tokens": True, "steered": True},
     "whole": {"apart": 0.001, "steps": 3 * gpu_ranks.STEPS},
     "ranks": {"failed": ["RanksDiffer"] * 3}
     | {how: {"tokens": 0, "apart": 0.0} for how in ("repeats", "beside", "agreed", "alone")},
@@ -28,6 +29,8 @@ FIGURES: dict[str, Any] = {
         ("taps read probe at 0", gpu_ranks.STEPS - 1),
         ("taps apart probe at 0", 0.2),
         ("taps steer_matters", False),
+        ("taps tokens", False),
+        ("taps steered", False),
         ("whole apart", 0.2),
         ("whole steps", gpu_ranks.STEPS),
         ("ranks failed", ["RanksDiffer"]),

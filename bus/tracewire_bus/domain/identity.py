@@ -243,6 +243,12 @@ class Keyring:
             self._keys = {one.id: one for one in _read(self.path)} if found is not None else {}
             self._seen = state
 
+    @property
+    def state(self) -> tuple[int, int, int] | None:
+        """Differs whenever the file has changed; None while it is missing, or cannot be read."""
+        self.get("")
+        return self._seen
+
     def get(self, id: str) -> Key | None:
         """The key of this id as the file has it now; None if there is none. A file that cannot be read has no keys."""
         try:

@@ -16,7 +16,7 @@ call('HDEL', queue.taken, '')
 local held = {}
 if only ~= '' then
   local entry = call('HGET', queue.taken, only) == holder and queue_entry.read(only)
-  if entry and (attempt == '0' or attempt == tostring(entry.attempt)) then held[1] = {trace = only, entry = entry} end
+  if entry and (attempt == '0' or tonumber(attempt) == tonumber(entry.attempt)) then held[1] = {trace = only, entry = entry} end
 else
   held = queue_holders.held_by(holder, {})
 end

@@ -100,14 +100,15 @@ class AuditLog:
         key = self._bus.keys.audit
         return [("XADD", key, "MAXLEN", "~", most, "*", "e", _encoder.encode(entry)) for entry in entries]
 
-    async def keep_code(self, hash: str, text: str, seconds: int = CODE_S) -> None:
-        """Keep the source of a block under the hash of its code for so many seconds.
+    async def keep_code(self, hash: str, text: str, *, refused: bool = False) -> None:
+        """Keep the source of a block under the hash of its code. A refusal does not change for how long it is kept.
 
         Raises:
             BusError: Redis refuses, or does not answer.
         """
         key, data = self._bus.keys.audit_code(hash), text[:CODE_CHARACTERS].encode()
-        await self._bus.command("SET", key, data, "EX", seconds)
+        how = ("EX", REFUSED_CODE_S, "NX") if refused else ("EX", CODE_S)
+        await self._bus.command("SET", key, data, *how)
 
     async def code(self, hash: str) -> str | None:
         """The source of the code of this hash; None if it is not kept.

@@ -112,6 +112,11 @@ class RecordReads:
             return None
         return text_of(model), text_of(engine or b""), self._guard.read(integer, attempt or 0, key=key, entry="a") or 0
 
+    async def is_left(self, trace: str) -> bool:
+        """Whether the engine of a trace's last attempt has noted that it runs the trace no longer."""
+        check_name(trace)
+        return text_of(await self._connections.command("HGET", self._keys.record(trace), "s") or b"") == "waiting"
+
     async def submitter(self, trace: str) -> str:
         """The id of the key that a trace's record names as that of its submission; `""` if it names none."""
         check_name(trace)

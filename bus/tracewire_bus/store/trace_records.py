@@ -79,6 +79,7 @@ _MARK: Final = b"\xce\xff\xff\xff\xff"
 _CREATE: Final = Script("record_create")
 _FORGET: Final = Script("record_forget")
 _OPEN: Final = Script("record_open")
+_LEAVE: Final = Script("record_leave")
 _CLAIM: Final = Script("record_claim")
 _CLOSE: Final = Script("record_close")
 _END: Final = Script("record_end")
@@ -289,6 +290,14 @@ class Records(RecordReads):
             pauses,
             *(part for pair in live.items() for part in pair),
         )
+
+    async def leave(self, trace: str, engine: str, attempt: int) -> None:
+        """Note that `engine`, which has begun this attempt, runs the trace no longer. No effect for another attempt.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        await self._connections.command(*_LEAVE((self._keys.record(trace),), engine, attempt))
 
     async def close(self, trace: str, attempt: int) -> list[bytes]:
         """Refuse further changes of a trace that is about to end. No effect if this is not the last attempt.

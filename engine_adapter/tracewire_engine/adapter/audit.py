@@ -18,7 +18,7 @@ import anyio
 from tracewire_bus.bus import Bus, BusError
 from tracewire_bus.domain.code_identity import described
 from tracewire_bus.domain.identity import Key
-from tracewire_bus.store.audit import CODE_CHARACTERS, CODE_S, REFUSED_CODE_S, AuditEntry, AuditLog
+from tracewire_bus.store.audit import CODE_CHARACTERS, AuditEntry, AuditLog
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import Block, EngineInfo
@@ -49,7 +49,7 @@ class Audit:
         self._info = info
         self._most = most
         self._entries: deque[AuditEntry] = deque()
-        self._codes: deque[tuple[str, str, int]] = deque()
+        self._codes: deque[tuple[str, str, bool]] = deque()
         #: The hashes of code that the trail has from this engine, the latest last: since when, and whether as refused.
         self._known: OrderedDict[str, tuple[float, bool]] = OrderedDict()
         #: The refused sources that were kept lately: when, and how many characters.
@@ -117,7 +117,7 @@ class Audit:
         self._known.move_to_end(hash)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        self._codes.append((hash, text, REFUSED_CODE_S if refused else CODE_S))
+        self._codes.append((hash, text, refused))
         self._new.notify()
 
     def _has_room(self, now: float, characters: int) -> bool:
@@ -176,7 +176,8 @@ class Audit:
             await self._due()
             try:
                 while self._codes:
-                    await self._log.keep_code(*self._codes[0])
+                    hash, text, refused = self._codes[0]
+                    await self._log.keep_code(hash, text, refused=refused)
                     self._codes.popleft()
                 if self._under_way or not self._entries:
                     continue

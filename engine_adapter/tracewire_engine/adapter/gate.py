@@ -79,6 +79,10 @@ class Gate:
         """The key of this id, if the keyring has it."""
         return None if self._keyring is None else self._keyring.get(id)
 
+    def keyring_state(self) -> object:
+        """Differs whenever the keys have changed."""
+        return None if self._keyring is None else self._keyring.state
+
     # --- content ------------------------------------------------------------------------------------------------------
 
     async def submission(self, trace: str, data: bytes, queued_at: float) -> Admitted:

@@ -421,6 +421,7 @@ class Intake:
     async def _put_back(self, entry: Taken, why: str) -> None:
         """Let the trace of an entry run again. It loses one of its tries."""
         model, engine = self._info.model, self._info.engine
+        await self._bus.records.leave(entry.trace, engine, entry.attempt)
         await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
         self._bus.queue.note_settled(model, entry.trace)
 

@@ -21,6 +21,8 @@ logger = logging.getLogger("tracewire")
 
 #: How often paused traces are looked at, in seconds.
 _CHECK_S: Final = 0.1
+#: How long after a pause's end an order that Redis has accepted may take to the engine, in seconds.
+_ORDER_S: Final = 5.0
 
 
 class PauseEnds:
@@ -52,19 +54,21 @@ class PauseEnds:
         for run in list(self._claims.running()):
             pause = run.pause
             if pause.due is not None and pause.due <= now and not run.ended:
-                await self._end(run)
+                await self._end(run, now)
 
-    async def _end(self, run: TraceRun) -> None:
+    async def _end(self, run: TraceRun, now: float) -> None:
         pause = run.pause
         author, due = f"timeout of {pause.wanted_by}", pause.due
+        assert due is not None
         number = int(await self._bus.command(*unpause_command(self._bus.keys, run.trace, pause.number)))
         if pause.due != due:
             # An order that came meanwhile has set another time, or none.
             return
-        pause.due = None
-        if not number:
-            # The order that has ended or replaced the pause is on its way.
+        if not number and now < due + _ORDER_S:
+            # The order that has ended or replaced the pause is on its way. If none comes, then the engine has refused
+            # it, or Redis has ended the pause for this adapter, and its reply was lost.
             return
+        pause.due = None
         if pause.cancels:
             self._control.end(run, "cancelled", cancellation(author, "its pause was not ended in time"))
         else:

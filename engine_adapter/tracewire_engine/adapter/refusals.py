@@ -77,7 +77,9 @@ class Refusals:
         """Whether a trace runs on the engine that has begun it last."""
         if engine == self._info.engine:
             return trace in self._claims.runs
-        return bool(engine) and bool(await self._bus.registry.alive(engine))
+        if not engine or await self._bus.records.is_left(trace):
+            return False
+        return bool(await self._bus.registry.alive(engine))
 
     async def _reject(self, entry: Taken, trace: str, failure: Failure) -> None:
         final = Final(attempt=entry.attempt, seq=0, status="rejected", error=failure, time=time.time())

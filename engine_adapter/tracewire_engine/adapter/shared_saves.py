@@ -34,10 +34,13 @@ class SharedSaves:
         self._name = name
         self._trace = trace
         self._pending = pending
+        #: The names of the requests whose blocks share the values.
+        self._members: set[str] = set()
         self._records = pending[name] = PendingRecords(1, trace, reports=reports)
 
     def sent(self, members: dict[str, int], values: bytes) -> bytes:
         """The shared values that are sent with each request. `members` has the names and numbers of choices."""
+        self._members = set(members)
         return msgspec.msgpack.encode(SharedValues(self._name, members, values))
 
     def events(self) -> list[RawShared]:
@@ -50,8 +53,8 @@ class SharedSaves:
     async def end(self, requests: Sequence[RunningRequest]) -> FinishRecord | None:
         """The workers' report of the shared values at the end of the trace's last request.
 
-        `None` if the workers owe no such report: no request has run a step, or not every choice has ended. If a report
-        was lost, the record has the error `UNREPORTED`.
+        `None` if the workers owe no such report: no request has run a step, or not every choice of those that share has
+        ended. If a report was lost, the record has the error `UNREPORTED`.
         """
         records = [request.pending for request in requests if request.pending is not None]
         if not any(choice.stepped for one in records for choice in one.choices):
@@ -62,7 +65,8 @@ class SharedSaves:
         end = choice.finish
         if end is None or not self._records.choice_complete(0):
             logger.warning("the workers did not report the final shared values of trace %s", self._trace)
-            due = all(request.pending is not None and request.pending.ended for request in requests)
+            ended = {one.name for one in requests if one.pending is not None and one.pending.ended}
+            due = self._members <= ended
             lost = due or choice.has_gap(False)
             return FinishRecord(self._name, 0, _NO_DELTAS, error=UNREPORTED) if lost else None
         choice.digests.complete(end.deltas, end.manifest)

@@ -126,6 +126,8 @@ class StandingEdits:
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
         self._generation = -1
+        #: The state of the keyring by which the edits were read.
+        self._keys: object = None
         self._chosen: dict[tuple[int, tuple[str, ...] | None], RequestEdits] = {}
         #: On how many requests in a row each version of an edit has raised.
         self._streaks: dict[tuple[str, int], int] = {}
@@ -153,16 +155,17 @@ class StandingEdits:
                 await changes.aclose()
 
     async def refresh(self) -> None:
-        """Read the edits if they have changed, or the key of one was revoked, and renew the engine's registry entry.
+        """Read the edits if they or the keys have changed, and renew the engine's registry entry, which lists them.
 
         Raises:
             BusError: the edits cannot be read, or the registry cannot be written.
         """
         edits = self._bus.edits
-        unchanged = await edits.generation(self._info.model) == self._generation
-        if unchanged and all(self._is_valid(one.signer) for one in self._signed.values()):
+        keys = None if self._gate is None else self._gate.keyring_state()
+        if await edits.generation(self._info.model) == self._generation and keys == self._keys:
             return
         await self.take(await edits.load(self._info.model, None if self._gate is None else self._gate.edit))
+        self._keys = keys
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:

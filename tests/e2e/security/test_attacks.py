@@ -528,6 +528,13 @@ async def test_an_edit_is_neither_removed_nor_replaced_without_a_signature(keys:
         names, why = await seen()
         assert names == []
         assert "was revoked" in why
+        # And it is back with its key.
+        keys.ring.write(known)
+        assert await seen() == (["calm"], "")
+        keys.ring.write([])
+        names, why = await seen()
+        assert names == []
+        assert "no key 'alice'" in why
         await bus.edits.remove("tiny", "calm")
         assert await seen() == ([], "")
 

@@ -358,6 +358,23 @@ async def test_what_waits_again_waits_where_it_did(bus: Bus, tmp_path: Path) -> 
     assert dict(zip(flat[::2], flat[1::2], strict=True))[b"d"] == b"d" * 100_000
 
 
+@pytest.mark.parametrize("attempt", [10**14, 2**50])
+async def test_an_entry_with_an_absurd_attempt_leaves_the_queue(bus: Bus, attempt: int) -> None:
+    """Everybody who can write to the queue can write the number."""
+    await bus.queue.put("tiny", "t", b"data")
+    entries = bus.keys.queue("tiny", "entries")
+    fields = msgspec.msgpack.decode(await bus.command("HGET", entries, "t"))
+    fields[7] = attempt
+    await bus.command("HSET", entries, "t", msgspec.msgpack.encode(fields))
+    (taken,) = await bus.queue.take("tiny", "one", 1, 100)
+    assert taken.attempt > attempt
+    assert await bus.queue.put_back("tiny", "one", "fenced", lost=False, trace="t", attempt=taken.attempt) == 1
+    (taken,) = await bus.queue.take("tiny", "one", 1, 100)
+    await bus.queue.dead_letter("tiny", taken, "no", "one")
+    assert await bus.dead_letters.count() == 1
+    assert await bus.command("HLEN", entries) == 0
+
+
 async def test_what_is_put_back_by_an_attempt_is_no_later_one(bus: Bus) -> None:
     """A fenced attempt costs no try of the one that its engine took since."""
     await bus.queue.put("tiny", "a", b"d", tries=3)

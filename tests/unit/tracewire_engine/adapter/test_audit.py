@@ -131,17 +131,27 @@ async def test_refused_sources_take_a_bounded_part_of_redis(bus: Bus, monkeypatc
     for number in range(300):
         audit.keep(f"{number:x}", Block(name="b", source=f"pass  # {number}"), refused=True)
     assert len(audit._codes) == 256
-    for number in range(100):
-        audit.keep(f"long{number}", Block(name="b", source="#" * 200_000), refused=True)
-    assert len(audit._codes) == 256
     audit.keep("0", Block(name="b", source="pass  # 0"))
     # A day later.
     monkeypatch.setattr(audit_module, "_RENEW_S", 0.0)
     audit.keep("fff", Block(name="b", source="pass"), refused=True)
-    assert [(hash, seconds) for hash, _, seconds in list(audit._codes)[256:]] == [
-        ("0", CODE_S),
-        ("fff", REFUSED_CODE_S),
-    ]
+    assert [(hash, refused) for hash, _, refused in list(audit._codes)[256:]] == [("0", False), ("fff", True)]
+    long = Audit(bus, engine_info(), 10)
+    monkeypatch.undo()
+    for number in range(100):
+        long.keep(f"{number:x}", Block(name="b", source="#" * 200_000), refused=True)
+    assert len(long._codes) == 4 * 1024 * 1024 // len(long._codes[0][1]) == 20
+
+
+async def test_a_refusal_does_not_shorten_for_how_long_code_that_ran_is_kept(bus: Bus) -> None:
+    """The engine that refuses it may be another one."""
+    for hashes, refused, kept in ((["a"], False, CODE_S), (["a", "b"], True, REFUSED_CODE_S), (["b"], False, CODE_S)):
+        audit = Audit(bus, engine_info(), 10)
+        for hash in hashes:
+            audit.keep(hash, Block(name="b", source="pass"), refused=refused)
+        await written(audit)
+        assert kept - 60 < await bus.command("TTL", bus.keys.audit_code(hashes[-1])) <= kept
+        assert await bus.command("TTL", bus.keys.audit_code("a")) > CODE_S - 60
 
 
 async def test_code_that_is_in_use_is_kept_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,13 +140,40 @@ async def test_a_trace_that_was_resumed_is_not_cancelled_by_the_end_of_its_pause
                 await adapter._bus.command("HINCRBY", adapter._bus.keys.record(trace.id), "zn", 1)
                 await adapter._bus.command("HDEL", adapter._bus.keys.record(trace.id), "z")
                 await ends.check(due + 1)
-                assert run.pause.due is None
+                assert run.pause.paused
                 assert not run.ended
                 # The order comes.
                 run.pause.request("guard", resume=True, number=2)
                 adapter._control.apply_pause(run)
+                await ends.check(due + 100)
             engine.finish(next(iter(engine.requests)))
             await trace.result()
+
+
+@pytest.mark.parametrize("then", ["resume", "cancel"])
+async def test_a_pause_ends_although_the_order_that_ended_it_was_refused(
+    client: Client, embedded: str, prefix: str, then: str
+) -> None:
+    """Or although the adapter has lost Redis's reply to its own question. No order comes."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine) as adapter, client.trace("tiny", "x", detach=True) as trace:
+            async with _paused(trace, timeout=300, on_timeout=then):
+                run = _run(adapter, trace.id)
+                assert run.pause.due is not None
+                due, ends = run.pause.due, PauseEnds(adapter._bus, adapter._claims, adapter._control)
+                await adapter._bus.command("HINCRBY", adapter._bus.keys.record(trace.id), "zn", 1)
+                await adapter._bus.command("HDEL", adapter._bus.keys.record(trace.id), "z")
+                await ends.check(due + 1)
+                assert run.pause.paused
+                await ends.check(due + 6)
+            if then == "cancel":
+                with pytest.raises(tracewire.TraceCancelled, match="its pause was not ended in time"):
+                    await trace.result()
+            else:
+                assert isinstance(await anext(trace), Resumed)
+                engine.finish(next(iter(engine.requests)))
+                await trace.result()
 
 
 async def test_a_pause_that_its_author_prolongs_is_one_pause(client: Client, embedded: str, prefix: str) -> None:

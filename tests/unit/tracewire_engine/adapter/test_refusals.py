@@ -95,6 +95,25 @@ async def test_an_engine_that_was_slow_leaves_the_entry_to_the_engine_that_has_i
         assert await bus.command("HGET", held, "t") == b"another-engine"
 
 
+async def test_a_trace_that_an_engine_has_put_back_is_answered_although_that_engine_lives(
+    keys: Identities, bus: Bus
+) -> None:
+    """Its key was revoked since."""
+    async with keys.served(bus) as adapter:
+        await bus.command("HSET", bus.keys.record("t"), "m", "tiny", "a", 1, "e", "another-engine", "k", "alice")
+        await bus.command("SET", bus.keys.engine("another-engine"), "lives")
+        await bus.records.leave("t", "a-third-engine", 1)
+        await bus.records.leave("t", "another-engine", 2)
+        assert not await bus.records.is_left("t")
+        await bus.records.leave("t", "another-engine", 1)
+        await serve(adapter, bus, forged(keys, bus, "t", "", b"its signature counts no more"))
+        async with keys.client(bus, "alice") as alice:
+            (final,) = [event async for event in alice.subscribe("t")]
+        assert isinstance(final, tracewire.Final)
+        assert final.status == "rejected"
+        assert await bus.dead_letters.count() == 0
+
+
 async def test_an_entry_with_more_tries_than_an_engine_allows_is_refused(keys: Identities, bus: Bus) -> None:
     """Its author has written them there, whatever the submission says."""
     async with keys.served(bus, limits=Limits(attempts=2)) as adapter:

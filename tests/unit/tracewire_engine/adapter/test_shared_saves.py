@@ -12,7 +12,8 @@ import pytest
 import tracewire
 from tests.support.bus_engine import engine_info
 from tests.support.played_engine import PlayedEngine, adapted
-from tracewire import Client, Shared, intervention
+from tests.support.until import until
+from tracewire import Client, Prompt, Shared, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.digests import digest
 from tracewire_bus.wire.messages import Append, Manifest, Set
@@ -168,3 +169,22 @@ async def test_a_trace_whose_shared_values_were_lost_on_their_way_runs_again(
             else:
                 assert (await trace.result()).shared == {"rows": [2, 5]}
     assert len(engine.requests) == tries
+
+
+async def test_the_lost_end_of_shared_values_counts_beside_requests_that_share_nothing(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "ENDING_S", 0.01)
+    engine = SharingEngine()
+    prompts = [Prompt("a", block=collects), Prompt("b")]
+    trace = client.trace("tiny", prompts=prompts, shared={"rows": []}, detach=True, max_attempts=1)
+    with anyio.fail_after(PATIENCE):
+        async with trace, adapted(embedded, prefix, engine):
+            await until(lambda: len(engine.requests) == 2)
+            sharing, other = engine.requests
+            engine.gain(0, Set(path=("rows",), value=[1]))
+            engine.step(sharing, 0)
+            engine.finish(sharing)
+            engine.finish(other)
+            with pytest.raises(tracewire.TraceFailed, match="did not report the request's end"):
+                await trace.result()
