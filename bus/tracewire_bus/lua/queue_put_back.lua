@@ -16,7 +16,8 @@ call('HDEL', queue.taken, '')
 local held = {}
 if only ~= '' then
   local entry = call('HGET', queue.taken, only) == holder and queue_entry.read(only)
-  if entry and (attempt == '0' or tonumber(attempt) == tonumber(entry.attempt)) then held[1] = {trace = only, entry = entry} end
+  local same = attempt == '0' or entry and tonumber(attempt) == tonumber(entry.attempt)
+  if entry and same then held[1] = {trace = only, entry = entry} end
 else
   held = queue_holders.held_by(holder, {})
 end

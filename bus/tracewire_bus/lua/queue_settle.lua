@@ -9,7 +9,8 @@ if attempt ~= '0' then
   local ATTEMPT = 8
   local packed = redis.call('HGET', entries, trace)
   local fine, fields = pcall(cmsgpack.unpack, packed or '')
-  if packed and fine and type(fields) == 'table' and (tonumber(fields[ATTEMPT]) or 0) ~= tonumber(attempt) then return 0 end
+  local present = packed and fine and type(fields) == 'table' and (tonumber(fields[ATTEMPT]) or 0)
+  if present and present ~= tonumber(attempt) then return 0 end
 end
 -- Engines find the entry by its holder, which is removed last: a crash in between leaves nothing behind.
 for _, key in ipairs({data, entries, taken}) do redis.call('HDEL', key, trace) end

@@ -22,10 +22,9 @@ record.remember(key, operations, operation, remember)
 local news = not cancelled or proof ~= ''
 if news then redis.call('HSET', key, 'x', reason, 'xb', author, 'xg', proof) end
 if asks_engine then
-  if news then
-    redis.call('XADD', control .. engine, '*', 'k', 'cancel', 't', trace, 'b', author, 'r', reason, 'g', proof)
-    redis.call('EXPIRE', control .. engine, control_seconds)
-  end
+  -- A second order does no harm, and the first one may have been lost with a failed server.
+  redis.call('XADD', control .. engine, '*', 'k', 'cancel', 't', trace, 'b', author, 'r', reason, 'g', proof)
+  redis.call('EXPIRE', control .. engine, control_seconds)
   return {'asked', engine}
 end
 finish(base, trace, schema, head, tail, retention, 'cancelled', 'Cancelled')

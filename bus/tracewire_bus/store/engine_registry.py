@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,8 @@ from .trace_records import CONTROL_S
 __all__ = ["EngineRegistry"]
 
 logger = logging.getLogger("tracewire")
+
+_JOIN: Final = Script("registry_join")
 
 
 class EngineRegistry:
@@ -69,7 +71,7 @@ class EngineRegistry:
         heartbeat = [
             RENEW((self._keys.heartbeat(info.engine),), encode(brief), milliseconds),
             # A process that finds a member of the set without an entry removes the member.
-            AfterOthers(("SADD", self._keys.engines(), info.engine)),
+            AfterOthers(_JOIN((self._keys.engines(),), info.engine)),
         ]
         if self._registered.get(info.engine) == lasting:
             # Clients of earlier versions read the full entry, of which only the changing numbers are out of date.

@@ -386,6 +386,24 @@ class Queue:
         withdrawn = {holder.removeprefix(mark) for holder in holders if holder.startswith(mark)}
         return [to_text(lease) for lease in {*waiting, *withdrawn}]
 
+    async def withdrawn(self, model: str) -> list[str]:
+        """The leases with which entries were withdrawn that are not settled.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        mark = _holder("")
+        holders = await self._connections.command("HVALS", self._keys.queue(model, "taken"))
+        return [to_text(lease) for lease in {one.removeprefix(mark) for one in holders if one.startswith(mark)}]
+
+    async def reinstate_lease(self, model: str, lease: str) -> int:
+        """Have the entries that were withdrawn with a lease wait again. Returns how many there were.
+
+        Raises:
+            BusUnavailable: Redis does not answer; some may wait again.
+        """
+        return await self.put_back(model, to_text(_holder(lease)), "its submitter is back", lost=False)
+
     async def withdraw_lease(self, model: str, lease: str) -> list[Taken]:
         """Withdraw all entries that wait under a lease. Returns them in the order of submission.
 

@@ -154,6 +154,7 @@ class Opened(msgspec.Struct, frozen=True):
 
     Attributes:
         attempt: the attempt that the engine runs.
+        now: the time at Redis, in seconds since the epoch.
         left_s: seconds until the deadline, negative after it; None without a deadline.
         version: version of the live parameters.
         live: the live parameters at that version, packed.
@@ -168,6 +169,7 @@ class Opened(msgspec.Struct, frozen=True):
     """
 
     attempt: int
+    now: float
     left_s: float | None
     version: int
     live: bytes
@@ -527,12 +529,13 @@ class Records(RecordReads):
         ]
 
 
-def unpause_command(keys: Keys, trace: str, number: int) -> tuple[Any, ...]:
+def unpause_command(keys: Keys, trace: str, number: int, *, cancels: bool = False) -> tuple[Any, ...]:
     """The command by which a trace's engine ends the pause of this number, whose time is over.
 
-    The reply is the number of the resumption; 0 if another order came since.
+    With `cancels`, Redis accepts no further order for the trace, which the engine then cancels. The reply is a number
+    greater than 0; or 0 if another order came since. Redis may execute the command more than once.
     """
-    return _UNPAUSE((keys.record(trace),), number)
+    return _UNPAUSE((keys.record(trace),), number, "1" if cancels else "")
 
 
 def _not_opened(reply: str, trace: str, attempt: int) -> BusError:
@@ -586,6 +589,7 @@ def _opened(now: int, flat: Sequence[bytes], changes: Sequence[bytes]) -> Opened
     unpack_live(live)
     return Opened(
         attempt=integer(record[b"a"], 1),
+        now=integer(now) / 1000,
         left_s=None if due is None else (deadline_ms(due) - integer(now)) / 1000,
         version=integer(record.get(b"v", 0)),
         live=live,

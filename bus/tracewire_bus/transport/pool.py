@@ -384,7 +384,8 @@ class Connections:
                     raise BusFull("Redis has no memory left") from error
                 if not is_transient(error):
                     raise as_bus_error(error) from error
-                self.broken_at = anyio.current_time()
+                if not is_full(error):
+                    self.broken_at = anyio.current_time()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     state = "has no memory left" if is_full(error) else "is away"

@@ -9,6 +9,7 @@ import anyio
 import msgspec
 
 from tracewire_bus.bus import Bus, Taken
+from tracewire_bus.domain.identity import Key
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.submission_queue import claim_command
 from tracewire_bus.wire.live_values import unpack_live
@@ -73,6 +74,11 @@ class Claims:
         """Note that Redis has carried out the commands."""
         self._acknowledged |= self._sent
         self._sent.clear()
+
+    def runs_of(self, trace: str, key: Key | None) -> bool:
+        """Whether this engine runs a trace that this key has submitted; None for a trace that no key has signed."""
+        run = self.runs.get(trace)
+        return isinstance(run, TraceRun) and (run.owner and run.owner.id) == (key and key.id)
 
     async def give_back(self) -> None:
         """Give back queue entries whose traces stopped running here before Redis carried out the claim.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 
 import anyio
@@ -131,6 +130,7 @@ class Intake:
 
     async def _serve(self, entry: Taken, scope: anyio.CancelScope) -> None:
         """Run one queue entry to its final event. Raises nothing, so that one entry cannot stop the others."""
+        checked: tuple[Admitted, Validated, list[RequestEdits]] | None = None
         try:
             with self._admissions.seat() as seat:
                 checked = await self._checked(entry, seat)
@@ -140,7 +140,8 @@ class Intake:
                     self._admissions.end(checked[0])
         except Malformed as error:
             # The trace's record is malformed, so another try would fail too.
-            await self._fail(entry, Failure(type="TraceRejected", message=str(error)))
+            failure = Failure(type="TraceRejected", message=str(error))
+            await self._fail(entry, failure, None if checked is None else checked[0])
         except BusError as error:
             # The entry is still held by this engine and comes again, after a pause: Redis may give the same answer.
             logger.warning("queue entry %s could not be served: %s", entry.trace, error)
@@ -148,13 +149,16 @@ class Intake:
             self._bus.queue.redeliver(self._info.model, self._info.engine, entry.trace)
         except Exception as error:  # a defect of the adapter must not stop the other entries
             logger.exception("queue entry %s could not be served", entry.trace)
-            await self._fail(entry, Failure(type=type(error).__name__, message=f"the adapter failed: {error}"))
+            failure = Failure(type=type(error).__name__, message=f"the adapter failed: {error}")
+            await self._fail(entry, failure, None if checked is None else checked[0])
         finally:
             self.scopes.discard(scope)
             self._lifecycle.notify()
 
-    async def _fail(self, entry: Taken, failure: Failure) -> None:
+    async def _fail(self, entry: Taken, failure: Failure, admitted: Admitted | None) -> None:
         """End a trace that could not be begun."""
+        if admitted is not None:
+            self._admissions.end(admitted)
         try:
             await self._bus.records.end(entry.trace, "failed", failure)
             await self._bus.queue.done(self._info.model, entry.trace, self._info.engine, entry.attempt)
@@ -174,6 +178,9 @@ class Intake:
         admitted: Admitted | None = None
         try:
             admitted = await self._admissions.admit(trace, entry)
+            while self._claims.runs_of(trace, admitted.key):
+                # Another engine took the trace while this one ran it, and the trace came back. It has its seat here.
+                await self._lifecycle.changed()
             self._admissions.admit_tenant(admitted.key, seat)
             check_tries(entry.tries, self._settings.limits)
             validated = await self._validator.validate(trace, schema, admitted.content, admitted.key)
@@ -224,7 +231,6 @@ class Intake:
         submission = validated.submission
         trace = submission.trace
         while trace in self._claims.runs:
-            # Another engine took the trace while this one ran it, and the trace came back.
             await self._lifecycle.changed()
         early: list[Order] = []
         self._claims.runs[trace] = early
@@ -281,7 +287,7 @@ class Intake:
         most = self._settings.limits.deadline_s
         if not most:
             return opened
-        left_s = max(0.0, most - max(0.0, time.time() - entry.queued_at))
+        left_s = max(0.0, most - max(0.0, opened.now - entry.queued_at))
         return (
             opened if opened.left_s is not None and opened.left_s <= left_s else structs.replace(opened, left_s=left_s)
         )
@@ -395,6 +401,9 @@ class Intake:
         except Fenced:
             raise
         except Exception as error:
+            if isinstance(error, BusError) and run.seq < 0 and not run.ended:
+                # Redis was away while the trace's inputs were fetched. The entry comes again, as the same attempt.
+                raise
             logger.exception("trace %s failed in the adapter", submission.trace)
             cause = first_error(error)  # with several invokes it may come in an exception group
             problem = Failure(type=type(cause).__name__, message=f"the adapter failed: {cause}")

@@ -86,6 +86,10 @@ class LeaseWatch:
             self._missing.clear()
         self._looked = now
         self._missing = {lease: self._missing.get(lease, now) for lease in leases if lease not in held}
+        if waiting & held:
+            # A process that withdrew the entries of a lease may have ended before it had ended their traces.
+            for lease in held.intersection(await self._bus.queue.withdrawn(self._info.model)):
+                await self._bus.queue.reinstate_lease(self._info.model, lease)
         for lease, since in self._missing.items():
             if now - since >= _patience_of(lease):
                 for run in running.get(lease, ()):

@@ -60,13 +60,13 @@ class PauseEnds:
         pause = run.pause
         author, due = f"timeout of {pause.wanted_by}", pause.due
         assert due is not None
-        number = int(await self._bus.command(*unpause_command(self._bus.keys, run.trace, pause.number)))
+        command = unpause_command(self._bus.keys, run.trace, pause.number, cancels=pause.cancels)
+        number = int(await self._bus.command(*command))
         if pause.due != due:
             # An order that came meanwhile has set another time, or none.
             return
         if not number and now < due + _ORDER_S:
-            # The order that has ended or replaced the pause is on its way. If none comes, then the engine has refused
-            # it, or Redis has ended the pause for this adapter, and its reply was lost.
+            # The order that has ended or replaced the pause is on its way. If none comes, the engine has refused it.
             return
         pause.due = None
         if pause.cancels:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import time
 
+import anyio
+
 from tracewire_bus.bus import Bus, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID
 from tracewire_bus.store.lifecycle import lifecycle_fields
@@ -23,6 +25,9 @@ from .trace_run import RunServices, TraceRun
 __all__ = ["Refusals"]
 
 logger = logging.getLogger("tracewire")
+
+#: How long an engine that has put its traces back takes to leave the registry, and how often to look, in seconds.
+_HANDOVER_S, _LOOK_S = 10.0, 0.5
 
 
 class Refusals:
@@ -58,14 +63,21 @@ class Refusals:
         run = self._claims.runs.get(trace)
         if isinstance(run, TraceRun) and run.attempt >= entry.attempt:
             return False
-        holder = await self._bus.records.holder(trace)
-        if holder is None:
-            return True
-        model, engine, attempt = holder
-        if model != self._info.model or not (attempt < entry.attempt or engine == self._info.engine):
-            return False
-        # A number of attempts proves nothing: everybody who can write to the queue can write it.
-        return await self._is_proven(trace, admitted) or not await self._is_running(trace, engine)
+        until = anyio.current_time() + _HANDOVER_S
+        while True:
+            holder = await self._bus.records.holder(trace)
+            if holder is None:
+                return True
+            model, engine, attempt = holder
+            if model != self._info.model or not (attempt < entry.attempt or engine == self._info.engine):
+                return False
+            # A number of attempts proves nothing: everybody who can write to the queue can write it.
+            if await self._is_proven(trace, admitted) or not await self._is_running(trace, engine):
+                return True
+            if engine == self._info.engine or anyio.current_time() >= until:
+                return False
+            # That engine may be leaving: it puts its traces back before it leaves the registry.
+            await anyio.sleep(_LOOK_S)
 
     async def _is_proven(self, trace: str, admitted: Admitted | None) -> bool:
         """Whether an entry was signed by the key that has submitted the trace, where signatures count."""

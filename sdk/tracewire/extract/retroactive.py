@@ -247,8 +247,9 @@ async def _again(client: Reads, probe: Probe, one: _Sequence) -> ProbeReading:
     import numpy as np
 
     read = msgspec.structs.replace(probe, positions="prompt")
-    trace = client.trace(one.model, one.token_ids, interventions=[read], max_tokens=1, temperature=0.0)
-    result = await trace.result()
-    await result.load()
+    options = {"interventions": [read], "max_tokens": 1, "temperature": 0.0}
+    async with client.trace(one.model, one.token_ids, **options) as trace:
+        result = await trace.result()
+        await result.load()
     values = np.concatenate([np.asarray(item, np.float32) for item in result.saves[probe.name]])
     return one.reading(values, np.arange(len(values)))

@@ -14,6 +14,7 @@ import anyio
 from tracewire.checks import check_count, shown
 from tracewire.errors import TraceRejected
 from tracewire.options import SamplingOptions, check_names
+from tracewire_bus.transport.errors import first_error
 from tracewire_bus.wire.messages import Probe, Steer
 
 from .extraction import Extraction
@@ -127,10 +128,13 @@ async def strength_sweep(
         steer = Steer(at, vector, scale=wanted[row])
         results[row][column] = await run(given[column], steer, column)
 
-    async with anyio.create_task_group() as group:
-        for row in range(len(wanted)):
-            for column in range(len(given)):
-                group.start_soon(one, row, column)
+    try:
+        async with anyio.create_task_group() as group:
+            for row in range(len(wanted)):
+                for column in range(len(given)):
+                    group.start_soon(one, row, column)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
     return StrengthSweep([_row(strength, found) for strength, found in zip(wanted, results, strict=True)])
 
 
@@ -158,8 +162,8 @@ class _Run:
             options["seed"] = (options.get("seed") or 0) + number
             reads = [self.score] if isinstance(self.score, Probe) else []
             # Even at a strength of 0, so that all texts are sampled by the same kernels.
-            trace = self.client.trace(self.model, prompt, interventions=[steer, *reads], **options)
-            result = await trace.result()
+            async with self.client.trace(self.model, prompt, interventions=[steer, *reads], **options) as trace:
+                result = await trace.result()
             losses = await self._losses(result) if self.perplexity else []
             return await self._score(result), result.text, losses
 
@@ -176,6 +180,8 @@ class _Run:
         prompt, sampled = list(result.accepted.prompt_token_ids[0]), list(result.token_ids)
         if not sampled:
             return []
-        again = self.client.trace(self.model, prompt + sampled, max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        steps = (await again.result()).prompt_logprobs[0][len(prompt) :]
+        options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        async with self.client.trace(self.model, prompt + sampled, **options) as again:
+            read = await again.result()
+        steps = read.prompt_logprobs[0][len(prompt) :]
         return [-step[token][0] for token, step in zip(sampled, steps, strict=True)]

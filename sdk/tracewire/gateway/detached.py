@@ -26,15 +26,22 @@ class DetachedTokens:
         self._client = client
         self._limits = limits
         self._tasks: set[Task[None]] = set()
-        self._counted: dict[str, None] = {}
+        #: The traces that are counted, or were to their end: None. Of one whose events broke off: its last position.
+        self._counted: dict[str, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def count(self, caller: Caller, trace_id: str, since: str = "start") -> None:
         """Count the tokens of a trace after `since`, unless they are counted already, or need not be."""
-        if not caller.tokens_per_minute or trace_id in self._counted:
+        if not caller.tokens_per_minute:
             return
+        if trace_id in self._counted:
+            reached = self._counted.pop(trace_id)
+            if reached is None:
+                self._counted[trace_id] = None
+                return
+            since = reached
         while len(self._counted) >= _KEPT:
             del self._counted[next(iter(self._counted))]
         self._counted[trace_id] = None
@@ -58,5 +65,7 @@ class DetachedTokens:
                     if isinstance(event, Output):
                         self._limits.sampled(caller, len(event.token_ids))
         except TracewireError as error:
-            # Such as one that was never submitted, since its client has left before.
+            # Such as one that was never submitted, since its client has left before. It may be submitted again.
+            if trace_id in self._counted:
+                self._counted[trace_id] = subscription.position or since
             logger.info("the tokens of the trace %s are not counted any further: %s", trace_id, error)

@@ -145,6 +145,8 @@ class ResponseEvents:
         self._item: dict[str, Any] | None = None
         self._text: list[str] = []
         self._logprobs: list[Any] = []
+        #: The logprobs of the message's tokens that had no text yet.
+        self._waiting: list[Any] = []
         self._call = -1
         self.reason: str | None = None
 
@@ -164,15 +166,20 @@ class ResponseEvents:
         delta = piece.message or MessageDelta()
         if delta.reasoning:
             yield from self._grow("reasoning", delta.reasoning)
+            self._waiting = []
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            self._waiting += self._answer.logprobs(piece)
         if delta.content:
-            yield from self._grow("message", delta.content, self._answer.logprobs(piece))
+            yield from self._grow("message", delta.content)
         for call in delta.tool_calls:
             if call.index != self._call:
                 yield from self._close()
+                self._waiting = []
                 self._call = call.index
                 yield from self._open("function_call", call_id=call.id or "", name=call.name or "")
             if call.arguments:
                 yield from self._grow("function_call", call.arguments)
+                self._waiting = []
 
     def end(self, usage: Usage, **more: Any) -> Iterator[dict[str, Any]]:
         """The events behind all output."""
@@ -201,18 +208,19 @@ class ResponseEvents:
         if kind != "function_call":
             yield self.event("content_part.added", **self._place(), content_index=0, part=self._part())
 
-    def _grow(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
+    def _grow(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if self._item is None or self._item["type"] != kind:
             yield from self._close()
             yield from self._open(kind)
         self._text.append(text)
-        self._logprobs += logprobs
         if kind == "function_call":
             yield self.event("function_call_arguments.delta", **self._place(), delta=text)
         elif kind == "reasoning":
             yield self.event("reasoning_text.delta", **self._place(), content_index=0, delta=text)
         else:
-            more = {"delta": text, "logprobs": list(logprobs)}
+            logprobs, self._waiting = self._waiting, []
+            self._logprobs += logprobs
+            more = {"delta": text, "logprobs": logprobs}
             yield self.event("output_text.delta", **self._place(), content_index=0, **more)
 
     def _close(self) -> Iterator[dict[str, Any]]:
@@ -220,6 +228,9 @@ class ResponseEvents:
         if item is None:
             return
         text, place = "".join(self._text), self._place()
+        if item["type"] == "message":
+            self._logprobs += self._waiting
+            self._waiting = []
         if item["type"] == "function_call":
             item["arguments"] = text
             yield self.event("function_call_arguments.done", **place, name=item["name"], arguments=text)

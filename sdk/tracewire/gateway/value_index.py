@@ -21,6 +21,8 @@ __all__ = ["ValueIndex"]
 
 #: What a reference, and a key, take of the index's memory.
 _REF_BYTES: Final = 500
+#: What a trace takes of it, even one without arrays.
+_TRACE_BYTES: Final = 1000
 
 
 class _Trace:
@@ -28,7 +30,7 @@ class _Trace:
 
     def __init__(self, now: float) -> None:
         self.read_at = now
-        self.nbytes = 0
+        self.nbytes = _TRACE_BYTES
         self.found: dict[bytes, Download] = {}
         #: Held while the events are read, which one reader does for all.
         self.lock = anyio.Lock()
@@ -46,7 +48,9 @@ class ValueIndex:
         self._most_bytes = most_bytes
         self._age_s = age_s
         self._clock = clock
+        #: The traces, the one that was asked for last at the end, and what they take together.
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
+        self._nbytes = 0
         #: How often events were read.
         self.reads = 0
 
@@ -57,9 +61,13 @@ class ValueIndex:
             TracewireError: as `read` does.
         """
         trace = self._traces.get(trace_id)
-        if trace is None or self._clock() - trace.read_at > self._age_s:
+        if trace is None or self._is_old(trace):
+            self._forget(trace_id)
             trace = self._traces[trace_id] = _Trace(self._clock())
+            self._nbytes += trace.nbytes
         self._traces.move_to_end(trace_id)
+        while self._is_old(self._traces[first := next(iter(self._traces))]):
+            self._forget(first)
         if key not in trace.found:
             async with trace.lock:
                 # Another request may have read the events meanwhile.
@@ -72,14 +80,26 @@ class ValueIndex:
             state = await read()
         except BaseException:
             if not trace.found and self._traces.get(trace_id) is trace:
-                del self._traces[trace_id]
+                self._forget(trace_id)
             raise
         self.reads += 1
         trace.found = Download.all_of(state)
         trace.read_at = self._clock()
-        trace.nbytes = sum(_REF_BYTES + one.held for one in trace.found.values())
-        while len(self._traces) > 1 and sum(one.nbytes for one in self._traces.values()) > self._most_bytes:
-            self._traces.popitem(last=False)
+        before, trace.nbytes = trace.nbytes, _TRACE_BYTES + sum(_REF_BYTES + one.held for one in trace.found.values())
+        if self._traces.get(trace_id) is not trace:
+            # It was forgotten meanwhile.
+            return
+        self._nbytes += trace.nbytes - before
+        while len(self._traces) > 1 and self._nbytes > self._most_bytes:
+            self._forget(next(iter(self._traces)))
         if trace.nbytes > self._most_bytes:
             # Alone it is too large to be kept.
-            self._traces.pop(trace_id, None)
+            self._forget(trace_id)
+
+    def _is_old(self, trace: _Trace) -> bool:
+        return self._clock() - trace.read_at > self._age_s
+
+    def _forget(self, trace_id: str) -> None:
+        trace = self._traces.pop(trace_id, None)
+        if trace is not None:
+            self._nbytes -= trace.nbytes

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128
 
-from tracewire.errors import HarvestConflict, HarvestMissing, ShardDamaged
+from tracewire.errors import HarvestConflict, HarvestMissing, ShardDamaged, TracewireError
 
 from .pieces import Piece, raw
 from .stores import Store
@@ -171,14 +171,25 @@ class Journal:
     def commit(self, entry: Entry) -> None:
         """Append an entry: its shard is a part of the harvest from now on.
 
+        A store may write an entry and fail all the same: its answer is lost, or it sees its own first try. So the
+        journal reads an entry back whose write failed.
+
         Raises:
             HarvestConflict: another client has appended one meanwhile.
+            TracewireError: the store fails, and the entry may or may not be there.
         """
         entry.number = self.next
         try:
             self.store.create(_name(entry.number), msgspec.json.encode(entry) + b"\n")
         except FileExistsError:
-            raise self._another() from None
+            # An entry that cannot be read is no conflict: it may be this client's.
+            self._see_that_it_is_own(entry, self._decoded(entry.number))
+        except TracewireError as error:
+            try:
+                found = self._decoded(entry.number)
+            except TracewireError:
+                raise error from None
+            self._see_that_it_is_own(entry, found)
         self._take(entry)
 
     def shard_name(self) -> str:
@@ -216,6 +227,11 @@ class Journal:
                     self.store.remove(name)
                     removed += 1
         return removed
+
+    def _see_that_it_is_own(self, entry: Entry, found: Entry) -> None:
+        """Raise the conflict, unless the entry in the store names the shard of this one: no other client does."""
+        if not entry.shard or found.shard != entry.shard:
+            raise self._another() from None
 
     def _take(self, entry: Entry) -> None:
         self._all[entry.number] = entry

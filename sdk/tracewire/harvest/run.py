@@ -9,7 +9,7 @@ more prompts. At most the rows of `concurrency` prompts and of three shards are 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -207,11 +207,20 @@ class Run:
                 for name, pieces in files.items():
                     journal.store.put(name, *pieces)
                 entry.files = described.result()
-            journal.commit(entry)
         except TracewireError:
-            for name in files:
-                journal.store.remove(name)
+            self._remove(files)
             raise
+        try:
+            journal.commit(entry)
+        except HarvestConflict:
+            # The number is another client's. After any other error the entry may be there, or still arrive: a sweep
+            # removes the files later if it is not.
+            self._remove(files)
+            raise
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._journal.store.remove(name)
 
     # --- one prompt ---------------------------------------------------------------------------------------------------
 

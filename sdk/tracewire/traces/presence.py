@@ -222,6 +222,9 @@ class Presence:
             except BusUnavailable:
                 raise
             except TraceMissing:
+                if trace_id not in self._to_cancel:
+                    # The caller starts it again.
+                    continue
                 if not missed:
                     # The submission may still be under way, over a connection that the client has dropped.
                     self._to_cancel[trace_id] = by, reason, True

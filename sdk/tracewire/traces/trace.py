@@ -182,8 +182,8 @@ class Trace(EventStream[Item]):
         with refusals(self.model, self.id):
             arrays.check()
             whole = submission
-            submission = self._submission = await offload_large_arrays(submission, bus)
-            submission = msgspec.structs.replace(submission, interventions=await arrays.store())
+            offloaded = await offload_large_arrays(submission, bus)
+            submission = msgspec.structs.replace(offloaded, interventions=await arrays.store())
             try:
                 await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
             except anyio.get_cancelled_exc_class():
@@ -195,28 +195,36 @@ class Trace(EventStream[Item]):
                 # Likewise.
                 self._unconfirmed = not submission.detach
                 raise
+            # Not earlier: a second attempt sends the arrays again, which a Redis that was away may have lost.
+            self._submission = offloaded
             presence.guard(whole)
             presence.recover_engines_of(whole.model)
             if submission.deadline_s is not None:
                 presence.watch_deadline(self.id, submission.deadline_s)
             self._reader = EventReader(self.id, bus, "start")
             self._reader.assume_exists(new=True)
+            if self._closed:
+                await self._leave_running()
+                raise TraceClosed(f"trace {self.id} was closed while it was submitted")
 
     async def aclose(self) -> None:
         """Stop reading, and cancel the trace if its end was not read and it is not detached.
 
         Idempotent, and finishes even when cancelled.
         """
-        leaving = self._reader is not None and not self._closed
+        was_closed, self._closed = self._closed, True
+        if not was_closed and self._reader is not None:
+            await self._leave_running()
         self._session.presence.unguard(self.id)
-        self._closed = True
-        if self._reader is None:
-            return
+
+    async def _leave_running(self) -> None:
+        assert self._reader is not None
+        self._session.presence.unguard(self.id)
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
         if self._span is not None:
             self._span.end()
-        if leaving and not self._submission.detach and not self._fold.finished:
+        if not self._submission.detach and not self._fold.finished:
             await self._cancel_as_left()
 
     async def _cancel_as_left(self) -> None:

@@ -10,8 +10,8 @@ import anyio
 import msgspec
 
 from tracewire.checks import shown
-from tracewire.errors import TracewireError
-from tracewire.traces.output import Output
+from tracewire.errors import TextChanged, TracewireError
+from tracewire.traces.output import Gap, Output, Restarted
 from tracewire.traces.readers import Reader
 from tracewire_bus.transport.errors import first_error
 
@@ -80,31 +80,82 @@ class _Sibling:
         self.tokens: list[tuple[int, str, dict[int, float] | None]] = []
         self.ended = False
         self.error: TracewireError | None = None
+        #: The text of `tokens` that comes again, after a restart or a gap.
+        self._again = ""
+        #: New text that came with tokens that were here already: it goes to the next new token.
+        self._left = ""
 
     async def reach(self, index: int) -> tuple[int, str, dict[int, float] | None] | None:
         """The token of this index, once it is here; None if the sibling has ended before."""
         while len(self.tokens) <= index and not self.ended:
             try:
-                item = await anext(self.trace)
+                self._take(await anext(self.trace))
             except StopAsyncIteration:
                 self.ended = True
             except TracewireError as error:
                 self.ended, self.error = True, error
-            else:
-                if isinstance(item, Output):
-                    self._take(item)
         return self.tokens[index] if index < len(self.tokens) else None
 
-    def _take(self, output: Output) -> None:
-        count = len(output.token_ids)
-        strings = output.token_strings
-        whole = strings is not None and len(strings) == count and "".join(strings) == output.text
-        texts = list(strings) if whole and strings is not None else [output.text, *[""] * (count - 1)]
-        for place, token in enumerate(output.token_ids):
-            logprobs = None
-            if output.logprobs is not None and place < len(output.logprobs):
-                logprobs = {one: entry[0] for one, entry in output.logprobs[place].items()}
-            self.tokens.append((token, texts[place], logprobs))
+    def _take(self, item: Item) -> None:
+        """Take an item. The caller has got all tokens that are here: it reads on only when it needs more.
+
+        Raises:
+            TextChanged: the sibling runs again, and its tokens or its text differ from those that are here.
+        """
+        match item:
+            case Output():
+                texts = _texts(item.text, item.token_strings, len(item.token_ids))
+                self._place(item.index, item.token_ids, texts, item.logprobs)
+            case Restarted():
+                self._begin_again()
+            case Gap():
+                # A restart may be among the trimmed events.
+                self._begin_again()
+                for choice in (choice for invoke in item.state.invokes for choice in invoke.choices):
+                    texts = _texts(choice.text, choice.token_strings, len(choice.token_ids))
+                    self._place(0, choice.token_ids, texts, None)
+
+    def _begin_again(self) -> None:
+        """The tokens that are here come again, with their text."""
+        self._again, self._left = "".join(text for _, text, _ in self.tokens), ""
+
+    def _place(
+        self, index: int, token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[Any] | None
+    ) -> None:
+        """Put tokens at their indices. Those that are here already are compared."""
+        for place, text in enumerate(texts):
+            self._left += self._beyond(text)
+            if place == len(token_ids):
+                # Text without a token.
+                break
+            token, at = token_ids[place], index + place
+            if at < len(self.tokens):
+                if self.tokens[at][0] != token:
+                    raise self._changed()
+                continue
+            likely = None
+            if logprobs is not None and place < len(logprobs):
+                likely = {one: entry[0] for one, entry in logprobs[place].items()}
+            self.tokens.append((token, self._left, likely))
+            self._left = ""
+
+    def _beyond(self, text: str) -> str:
+        """The part of a text that is not here yet."""
+        known = self._again[: len(text)]
+        if not text.startswith(known):
+            raise self._changed()
+        self._again = self._again[len(known) :]
+        return text[len(known) :]
+
+    def _changed(self) -> TextChanged:
+        return TextChanged(self.trace.id, sum(len(text) for _, text, _ in self.tokens))
+
+
+def _texts(text: str, strings: Sequence[str] | None, count: int) -> list[str]:
+    """The text of each of so many tokens. The first has all of it where the tokens' strings are not known."""
+    if strings is not None and len(strings) == count and "".join(strings) == text:
+        return list(strings)
+    return [text, *[""] * (count - 1)]
 
 
 class Fan(Reader):
@@ -139,14 +190,16 @@ class Fan(Reader):
             async with anyio.create_task_group() as group:
                 for trace in self.traces:
                     group.start_soon(trace.start)
-        except BaseExceptionGroup as errors:
+        except BaseException as error:
+            # Also when the caller was cancelled: no other code closes a fan that was not entered.
             await self.aclose()
-            raise first_error(errors) from None
+            raise first_error(error) from None
 
     async def aclose(self) -> None:
         """Cancel the siblings that run. Idempotent."""
-        for trace in self.traces:
-            await trace.aclose()
+        with anyio.CancelScope(shield=True):
+            for trace in self.traces:
+                await trace.aclose()
 
     async def __anext__(self) -> FanStep:
         """The next token of each sibling, once all that run have it.

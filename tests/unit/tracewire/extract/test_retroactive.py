@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -106,6 +107,36 @@ async def test_by_running_traces_again(client: Client, engine: Engine) -> None:
         (found,) = await client.apply_probe(PROBE, traces=["one"])
     assert found.values.tolist() == [70, 80, 1000, 1010, 1020, 1030]
     assert (found.positions.tolist(), found.prompt_tokens) == ([0, 1, 2, 3, 4, 5], 2)
+
+
+async def test_a_cancelled_call_ends_the_traces_that_run_again(client: Client, engine: Engine) -> None:
+    running: list[str] = []
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        if stage.submission.invokes[0].token_ids is None:
+            await saving(stage)
+            return
+        running.append(stage.trace)
+        await stage.accept()
+        going.set()
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(60):
+        async with engine(script, hidden_size=3):
+            await client.models.get("tiny", timeout=30)
+            await client.trace("tiny", "x", max_tokens=4, trace_id="one").result()
+            async with anyio.create_task_group() as group:
+
+                async def apply() -> None:
+                    await client.apply_probe(PROBE, traces=["one"])
+
+                group.start_soon(apply)
+                await going.wait()
+                group.cancel_scope.cancel()
+            async with client.subscribe(running[0]) as events:
+                (end,) = [event async for event in events if isinstance(event, tracewire.Final)]
+    assert end.status == "cancelled"
 
 
 async def several(stage: Stage) -> None:

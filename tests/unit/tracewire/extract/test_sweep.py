@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from tracewire import Client, Probe, TraceRejected
 from tracewire.extract.directions import Direction, LayerScore
 from tracewire.extract.extraction import Extraction
 from tracewire.extract.sweep import Strength, StrengthSweep
+from tracewire_bus.wire.messages import Failure
 
 Engine = Callable[..., Any]
 
@@ -115,17 +117,73 @@ async def test_what_cannot_be_swept(client: Client, engine: Engine, changes: dic
     positional = [given.pop(name) for name in ("vector", "prompts", "strengths")]
     async with engine(Writes()):
         await client.models.get("tiny", timeout=30)
-        try:
+        with pytest.raises(TraceRejected) as refused:
             await client.strength_sweep("tiny", *positional, **given)
-        except TraceRejected as error:
-            refused = error
-        except BaseExceptionGroup as group:
-            (found,) = group.exceptions
-            assert isinstance(found, TraceRejected)
-            refused = found
-    assert refused.field == field
+    assert refused.value.field == field
 
 
 async def test_an_unknown_option_is_named(client: Client) -> None:
     with pytest.raises(tracewire.UnknownOption, match="perplexity"):
         await client.strength_sweep("tiny", VECTOR, ["x"], [1], score=len, perplexities=True)  # type: ignore[call-arg]
+
+
+async def test_an_error_ends_the_other_traces_and_is_raised_as_it_is(client: Client, engine: Engine) -> None:
+    last: list[str] = []
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        if stage.submission.invokes[0].prompt == "bad":
+            await going.wait()
+            await stage.final("failed", Failure(type="Boom", message="it broke"))
+            return
+        last.append(stage.trace)
+        going.set()
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(60):
+        async with engine(script):
+            await client.models.get("tiny", timeout=30)
+            with pytest.raises(tracewire.TraceFailed, match="it broke"):
+                await client.strength_sweep("tiny", VECTOR, ["x", "bad"], [1], score=len, at="residual(1)")
+            await until_cancelled(client, last)
+
+
+async def test_a_cancelled_sweep_ends_its_traces(client: Client, engine: Engine) -> None:
+    running: list[str] = []
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        ids = stage.submission.invokes[0].token_ids
+        await stage.accept(prompt_token_ids=[ids or [7, 8]])
+        if ids is None and stage.submission.invokes[0].prompt == "x":
+            await stage.output("a")
+            await stage.final()
+            return
+        # The trace that steers, of one prompt, and the trace that measures the other's perplexity.
+        running.append(stage.trace)
+        if len(running) == 2:
+            going.set()
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(60):
+        async with engine(script):
+            await client.models.get("tiny", timeout=30)
+            async with anyio.create_task_group() as group:
+
+                async def sweep() -> None:
+                    await client.strength_sweep("tiny", VECTOR, ["x", "y"], [1], score=len, at="residual(1)")
+
+                group.start_soon(sweep)
+                await going.wait()
+                group.cancel_scope.cancel()
+            await until_cancelled(client, running)
+
+
+async def until_cancelled(client: Client, traces: list[str]) -> None:
+    """Wait until traces have ended, by a cancellation."""
+    assert traces
+    for trace in traces:
+        async with client.subscribe(trace) as events:
+            (end,) = [event async for event in events if isinstance(event, tracewire.Final)]
+        assert end.status == "cancelled"

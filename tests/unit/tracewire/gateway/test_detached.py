@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import anyio
 import httpx
@@ -13,6 +14,8 @@ import pytest
 from tests.support.bus_engine import Stage
 from tests.support.gateways import Served
 from tests.support.until import until
+from tracewire import Output, TracewireError
+from tracewire.gateway.detached import DetachedTokens
 from tracewire.gateway.keys import Caller, entry_of
 
 Engine = Callable[..., Any]
@@ -113,6 +116,49 @@ async def test_a_trace_that_is_submitted_again_counts_once(
         await until(lambda: not len(limited.gateway.detached))
         limited.gateway.detached.count(Caller("alice", tokens_per_minute=10), "mine")
         assert not len(limited.gateway.detached)
+
+
+async def test_a_trace_that_is_submitted_again_after_a_failure_counts(
+    engine: Engine, limited: Served, http: httpx.AsyncClient
+) -> None:
+    mine = {**ASKED, "trace_id": "mine"}
+    assert (await http.post("/traces", json=mine)).status_code == 404
+    await until(lambda: not len(limited.gateway.detached))
+    async with engine(twenty):
+        assert (await http.post("/traces", json=mine)).status_code == 202
+        await until(lambda: not len(limited.gateway.detached))
+        assert await refused(http)
+
+
+async def test_a_trace_whose_events_break_off_is_counted_from_there(limited: Served) -> None:
+    """Each token counts once, however often the trace is submitted again."""
+    begun: list[str] = []
+
+    class Breaks:
+        position = ""
+
+        async def __aenter__(self) -> Breaks:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def __aiter__(self) -> AsyncIterator[Output]:
+            yield Mock(spec=Output, token_ids=[1, 2])
+            self.position = "5-0"
+            if len(begun) == 1:
+                raise TracewireError("away")
+
+    class Follows:
+        def subscribe(self, trace_id: str, *, since: str, names: Any) -> Breaks:
+            begun.append(since)
+            return Breaks()
+
+    detached = DetachedTokens(cast(Any, Follows()), limited.gateway.limits)
+    for _ in range(3):
+        detached.count(Caller("alice", tokens_per_minute=10), "mine")
+        await until(lambda: not len(detached))
+    assert begun == ["start", "5-0"]
 
 
 async def test_what_has_no_limit_or_does_not_exist_is_left(served: Served) -> None:

@@ -53,6 +53,39 @@ def test_two_calls_are_two_items_and_numbers_go_up() -> None:
     assert found[-1]["type"] == "response.completed"
 
 
+def test_the_logprobs_of_tokens_without_text_come_with_the_next_text_or_at_the_close() -> None:
+    asked = ResponsesBody(model="m", input="x")
+    events = ResponseEvents(ResponseAnswer("t", "m", 5, choices=1, top=0, ids=False, asked=asked))
+
+    def adds(token: str, reason: str | None = None, **delta: Any) -> list[dict[str, Any]]:
+        logprobs = [{1: (-0.5, 1, token)}]
+        return list(events.added(Piece(0, 0, 0, "", [1], logprobs, Values(), reason, None, MessageDelta(**delta))))
+
+    found = [*adds("r1", reasoning="r"), *adds("r2"), *adds("r3", reasoning="r")]
+    found += [*adds("a"), *adds("b", content="ab"), *adds("c"), *adds("d", content="cd"), *adds("e", "stop")]
+    found += events.end(Usage())
+
+    def tokens(of: dict[str, Any]) -> list[str]:
+        return [one["token"] for one in of["logprobs"]]
+
+    deltas = [tokens(one) for one in found if one["type"] == "response.output_text.delta"]
+    assert deltas == [["a", "b"], ["c", "d"]]
+    (done,) = [one for one in found if one["type"] == "response.output_text.done"]
+    assert tokens(done) == ["a", "b", "c", "d", "e"]
+    _, message = found[-1]["response"]["output"]
+    assert tokens(message["content"][0]) == ["a", "b", "c", "d", "e"]
+
+
+def test_the_logprobs_of_calls_are_no_text() -> None:
+    asked = ResponsesBody(model="m", input="x")
+    events = ResponseEvents(ResponseAnswer("t", "m", 5, choices=1, top=0, ids=False, asked=asked))
+    call = ToolCallDelta(index=0, id="c", name="add", arguments="{}")
+    for token, delta in (("<call>", {}), ("{}", {"tool_calls": [call]}), ("x", {"content": "x"})):
+        logprobs = [{1: (-0.5, 1, token)}]
+        found = list(events.added(Piece(0, 0, 0, "", [1], logprobs, Values(), None, None, MessageDelta(**delta))))
+    assert [one["token"] for one in found[-1]["logprobs"]] == ["x"]
+
+
 def test_a_stream_without_output_has_an_empty_message() -> None:
     events = ResponseEvents(answer())
     kinds = [one["type"].removeprefix("response.") for one in events.end(Usage())]

@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.bus_engine import Stage
 from tests.support.gateways import Served
-from tracewire import UnknownTrace, digest
+from tracewire import State, UnknownTrace, digest
 from tracewire.gateway.value_index import ValueIndex
+from tracewire_bus.domain.fold import Fold
 
 Engine = Callable[..., Any]
 
@@ -91,9 +92,27 @@ async def test_what_was_read_is_forgotten_in_time_and_for_want_of_room(engine: E
         assert tiny.reads == 2
 
 
+async def test_traces_without_arrays_are_forgotten_too() -> None:
+    now = 0.0
+
+    async def read() -> State:
+        return State("t", Fold())
+
+    index = ValueIndex(most_bytes=10_000, age_s=60.0, clock=lambda: now)
+    for number in range(100):
+        assert await index.find(f"t{number}", b"k", read) is None
+    assert 1 < len(index._traces) <= 10
+    assert index._nbytes == sum(one.nbytes for one in index._traces.values())
+    now = 61.0
+    assert await index.find("last", b"k", read) is None
+    assert list(index._traces) == ["last"]
+    assert index._nbytes == index._traces["last"].nbytes
+
+
 async def test_a_trace_that_does_not_exist_leaves_nothing(served: Served) -> None:
     index = ValueIndex()
     for _ in range(2):
         with pytest.raises(UnknownTrace):
             await index.find("none", b"k", partial(served.gateway.client.get_state, "none"))
     assert not index._traces
+    assert index._nbytes == 0

@@ -62,6 +62,35 @@ def test_the_second_of_two_clients_cannot_commit(tmp_path: Path) -> None:
     assert journal(tmp_path).done == {0: "d0"}
 
 
+@pytest.mark.parametrize("error", [FileExistsError("journal/000000.json"), tracewire.StoreUnavailable("u", "n", "r")])
+def test_an_entry_that_was_written_although_the_store_failed_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A lost answer of the store, and a put that is tried again and sees its own first try."""
+    first, create = journal(tmp_path), Store.create
+
+    def fails(self: Store, name: str, data: bytes) -> None:
+        create(self, name, data)
+        raise error
+
+    monkeypatch.setattr(Store, "create", fails)
+    commit(first, 0, shard=first.shard_name())
+    assert (first.next, first.done) == (1, {0: "d0"})
+    assert journal(tmp_path).done == {0: "d0"}
+
+
+def test_an_entry_that_cannot_be_read_back_is_no_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = journal(tmp_path), journal(tmp_path)
+    commit(first, 0, shard=first.shard_name())
+
+    def fails(self: Store, name: str) -> bytes:
+        raise tracewire.StoreUnavailable(self.url, name, "away")
+
+    monkeypatch.setattr(Store, "read", fails)
+    with pytest.raises(tracewire.StoreUnavailable, match="away"):
+        commit(second, 0, shard=second.shard_name())
+
+
 def test_files_that_nobody_can_commit_any_more_are_removed(tmp_path: Path) -> None:
     first = journal(tmp_path)
     left = f"shards/{first.shard_name()}.safetensors"

@@ -301,6 +301,60 @@ async def test_a_store_that_fails_in_the_middle_disturbs_nothing_else(
     check(tmp_path / "acts", PROMPTS)
 
 
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_shard_whose_entry_was_written_keeps_its_files(
+    client: Client, engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    """The store loses the answer to an entry. The run goes on if it can read the entry, and removes nothing if not."""
+    create, read = Store.create, Store.read
+    lost = False
+
+    def loses(self: Store, name: str, data: bytes) -> None:
+        nonlocal lost
+        create(self, name, data)
+        if name == "journal/000001.json":
+            lost = True
+            raise tracewire.StoreUnavailable(self.url, name, "the answer is lost")
+
+    def reads_back(self: Store, name: str) -> bytes:
+        if lost and not readable:
+            raise tracewire.StoreUnavailable(self.url, name, "away")
+        return read(self, name)
+
+    to, run = tmp_path / "acts", {"shard_prompts": 10}
+    async with engine(reads):
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "create", loses)
+            patched.setattr(Store, "read", reads_back)
+            if readable:
+                done = await client.harvest("tiny", PROMPTS, [PROBE], to=to, **run)
+                assert (done.prompts, done.shards) == (40, 4)
+            else:
+                with pytest.raises(tracewire.StoreUnavailable, match="the answer is lost"):
+                    await client.harvest("tiny", PROMPTS, [PROBE], to=to, **run)
+        assert list(to.glob("shards/000001-*"))
+        done = await client.harvest("tiny", PROMPTS, [PROBE], to=to, **run)
+        assert done.skipped == (40 if readable else 20)
+    check(to, PROMPTS)
+
+
+async def test_a_shard_whose_number_another_client_took_leaves_no_files(
+    client: Client, engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, to = Store.create, tmp_path / "acts"
+
+    def late(self: Store, name: str, data: bytes) -> None:
+        if name.startswith("journal/"):
+            create(self, name, json.dumps({"number": 0, "shard": "000000-another"}).encode())
+        create(self, name, data)
+
+    monkeypatch.setattr(Store, "create", late)
+    async with engine(reads):
+        with pytest.raises(tracewire.HarvestConflict):
+            await client.harvest("tiny", PROMPTS, [PROBE], to=to)
+    assert not list(to.glob("shards/*"))
+
+
 async def test_a_harvest_to_s3_whose_server_goes_away(client: Client, engine: Callable[..., Any]) -> None:
     with s3_server() as (process, options):
         async with engine(reads):

@@ -25,6 +25,36 @@ from tracewire_bus.wire.packing import unpack
 PATIENCE = 20
 
 
+async def test_a_handle_that_is_closed_while_it_is_submitted_leaves_no_trace_behind(
+    client: Client, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitting, go_on = anyio.Event(), anyio.Event()
+    submit = Bus.submit
+
+    async def slowly(self: Bus, *given: Any) -> Any:
+        submitting.set()
+        await go_on.wait()
+        return await submit(self, *given)
+
+    monkeypatch.setattr(Bus, "submit", slowly)
+    async with Bus.open(redis_url, prefix=prefix) as bus:
+        await bus.registry.register(engine_info(), ttl_s=600)
+        trace = client.trace("tiny", "hello")
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+
+                async def start() -> None:
+                    with pytest.raises(tracewire.TraceClosed, match="was closed while it was submitted"):
+                        await trace.start()
+
+                group.start_soon(start)
+                await submitting.wait()
+                await trace.aclose()
+                go_on.set()
+        assert await bus.queue.waiting("tiny") == 0
+        assert await bus.records.ended(trace.id)
+
+
 async def test_an_overloaded_model_refuses_at_once_and_takes_more_later(
     client: Client, redis_url: str, prefix: str
 ) -> None:

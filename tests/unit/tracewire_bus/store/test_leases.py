@@ -46,3 +46,14 @@ async def test_large_entries_of_a_lease_are_not_returned(bus: Bus, monkeypatch: 
     for one in found:
         await bus.queue.done("demo", one.trace)
     assert await left_behind(bus) == {"state"}
+
+
+async def test_entries_that_were_withdrawn_with_a_lease_wait_again(bus: Bus) -> None:
+    await put(bus, "A", range(3), lease="one")
+    await put(bus, "A", range(3, 4), lease="two")
+    await bus.queue.withdraw_lease("demo", "one")
+    await bus.queue.done("demo", "A-0")
+    assert await bus.queue.withdrawn("demo") == ["one"]
+    assert await bus.queue.reinstate_lease("demo", "one") == 2
+    assert await bus.queue.withdrawn("demo") == []
+    assert sorted(await take(bus, 10)) == ["A-1", "A-2", "A-3"]

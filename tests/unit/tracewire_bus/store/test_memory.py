@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tracewire
+from tests.support.bus_engine import engine_info
 from tests.support.redis.durable import Server, server
 from tests.support.redis_loss import limit, played
 from tests.support.scripted_engine import acts
@@ -69,3 +70,21 @@ async def test_a_full_redis_takes_no_submission_and_says_so(redis: Server) -> No
         await trace.start()
         assert len((await trace.result()).token_ids) == 3
         await trace.aclose()
+
+
+async def test_an_engine_renews_its_entry_and_is_found_while_redis_is_full(redis: Server) -> None:
+    """Nor does a full Redis count as one that was away, after which lost engines are looked for anew."""
+    info = engine_info()
+    async with Bus.open(redis.url, patience_s=0.5) as bus:
+        await bus.registry.register(info)
+        await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        await bus.command("CONFIG", "SET", "maxmemory", "1")
+        broken_at = bus.broken_at
+        await bus.registry.register(info)
+        await bus.command("SREM", bus.keys.engines(), info.engine)
+        await bus.registry.register(info)
+        assert [one.engine for one in await bus.registry.list()] == [info.engine]
+        with pytest.raises(BusError):
+            await bus.command("SADD", bus.keys.engines(), "another")
+        assert bus.broken_at == broken_at
+        await bus.command("CONFIG", "SET", "maxmemory", "0")

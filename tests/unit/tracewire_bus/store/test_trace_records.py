@@ -75,7 +75,23 @@ async def test_an_engine_ends_the_pause_that_it_means(bus: Bus, trace: str) -> N
     assert await bus.records.pause(trace, by="guard", within_s=60, then="resume")
     ended = [await bus.command(*records.unpause_command(bus.keys, trace, number)) for number in (1, 2, 3)]
     assert ended == [0, 3, 0]
+    # The reply may be lost.
+    assert await bus.command(*records.unpause_command(bus.keys, trace, 2)) == 3
     assert await bus.records.pause(trace, by="person")
+    assert await bus.command(*records.unpause_command(bus.keys, trace, 2)) == 0
+
+
+async def test_an_engine_that_is_to_cancel_a_paused_trace_closes_it_to_orders(bus: Bus, trace: str) -> None:
+    """If the engine dies then, the next one finds the pause as it was."""
+    await bus.records.open(trace, "e")
+    assert await bus.records.pause(trace, by="guard", within_s=30, then="cancel")
+    for _ in range(2):
+        assert await bus.command(*records.unpause_command(bus.keys, trace, 1, cancels=True)) == 1
+    with pytest.raises(TraceEnded):
+        await bus.records.pause(trace, by="person", resume=True)
+    opened = await bus.records.open(trace, "f", 2)
+    assert (opened.paused, opened.pauses, opened.pause_then) == ("guard", 1, "cancel")
+    assert await bus.records.pause(trace, by="person", resume=True)
 
 
 async def test_who_has_cancelled_a_trace_is_told_so(bus: Bus, tmp_path: Path, trace: str) -> None:

@@ -22,6 +22,7 @@ from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus, BusUnavailable, NotAllowed
+from tracewire_bus.domain.limits import Limits
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_bus.wire.packing import pack
@@ -296,3 +297,48 @@ async def test_a_rejected_trace_that_others_had_ended_leaves_nothing_behind(
         await until(lambda: not adapter._claims.runs and not adapter._intake.scopes)
         await until(lambda: _empty(bus))
         assert [one.claimed for one in bus.queue._intakes.values()] == [set()]
+
+
+@pytest.mark.usefixtures("registered")
+async def test_an_engine_that_was_only_slow_counts_its_trace_once(client: Client, embedded: str, prefix: str) -> None:
+    """Another process has put the trace's entry back, and the engine takes it again while it runs the trace."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine, limits=Limits(client_traces=1)) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            await trace.accepted()
+            name = adapter._info.engine
+            assert await adapter._bus.queue.put_back("tiny", name, "it was slow", lost=False) == 1
+            await until(lambda: len(adapter._intake.scopes) == 2)
+            await anyio.wait_all_tasks_blocked()
+            engine.finish(next(iter(engine.requests)))
+            assert (await trace.result()).text == "x"
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_redis_that_was_away_while_inputs_were_fetched_fails_no_trace(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the bus is patient: the entry comes again."""
+    engine, tries = PlayedEngine(), []
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, engine) as adapter:
+            inputs = adapter._intake._services.inputs
+            plain = inputs.of
+
+            def of(submission: Submission) -> Any:
+                tries.append(submission.trace)
+                if len(tries) == 1:
+                    raise BusUnavailable("Redis is away")
+                return plain(submission)
+
+            monkeypatch.setattr(inputs, "of", of)
+            async with client.trace("tiny", "hello", detach=True) as trace:
+                accepted = await trace.accepted()
+                assert accepted.attempt == 1
+                engine.finish(next(iter(engine.requests)))
+                assert (await trace.result()).text == "x"
+    assert len(tries) == 2

@@ -127,3 +127,19 @@ async def test_holders_and_running_records_that_are_malformed_end_no_engine(
             await counted(client, 2)
             await runs(client)
         assert not adapter.lost
+
+
+@pytest.mark.usefixtures("registered")
+async def test_traces_of_a_client_that_came_back_while_they_were_ended_run(
+    client: Client, bus: Bus, embedded: str, prefix: str
+) -> None:
+    """The process that was ending them has died. No other process finds their entries."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with client.trace("tiny", "hello") as trace:
+            (lease,) = await bus.queue.leases("tiny")
+            assert len(await bus.queue.withdraw_lease("tiny", lease)) == 1
+            async with adapted(embedded, prefix, engine, heartbeat_s=0.05):
+                await trace.accepted()
+                engine.finish(next(iter(engine.requests)))
+                assert (await trace.result()).text == "x"

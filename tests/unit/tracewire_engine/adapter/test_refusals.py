@@ -18,6 +18,7 @@ from tracewire_bus.domain.limits import Limits
 from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.wire.codec import encode, request_schema_text
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
+from tracewire_engine.adapter import refusals
 from tracewire_engine.adapter.service import Adapter
 
 
@@ -65,8 +66,11 @@ async def test_what_cannot_run_ends_no_trace_that_runs(by: str, content: bytes, 
         await goes_on(keys, bus, trace.id)
 
 
-async def test_another_key_s_submission_does_not_take_a_trace(keys: Identities, bus: Bus) -> None:
+async def test_another_key_s_submission_does_not_take_a_trace(
+    keys: Identities, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It could run, on another engine, as a later attempt."""
+    monkeypatch.setattr(refusals, "_HANDOVER_S", 0.1)
     other = ScriptedEngine(partial(anyio.sleep, 0.005))
     async with (
         keys.served(bus),
@@ -107,6 +111,22 @@ async def test_a_trace_that_an_engine_has_put_back_is_answered_although_that_eng
         assert not await bus.records.is_left("t")
         await bus.records.leave("t", "another-engine", 1)
         await serve(adapter, bus, forged(keys, bus, "t", "", b"its signature counts no more"))
+        async with keys.client(bus, "alice") as alice:
+            (final,) = [event async for event in alice.subscribe("t")]
+        assert isinstance(final, tracewire.Final)
+        assert final.status == "rejected"
+        assert await bus.dead_letters.count() == 0
+
+
+async def test_a_trace_whose_engine_is_about_to_leave_is_answered_when_it_has_left(keys: Identities, bus: Bus) -> None:
+    """An engine puts its traces back before it leaves the registry."""
+    async with keys.served(bus) as adapter, anyio.create_task_group() as group:
+        await bus.command("HSET", bus.keys.record("t"), "m", "tiny", "a", 1, "e", "another-engine", "k", "alice")
+        await bus.command("SET", bus.keys.engine("another-engine"), "lives")
+        group.start_soon(serve, adapter, bus, forged(keys, bus, "t", "", b"its signature counts no more"))
+        await anyio.wait_all_tasks_blocked()
+        assert not await bus.records.ended("t")
+        await bus.command("DEL", bus.keys.engine("another-engine"))
         async with keys.client(bus, "alice") as alice:
             (final,) = [event async for event in alice.subscribe("t")]
         assert isinstance(final, tracewire.Final)

@@ -12,8 +12,12 @@ import pytest
 import tracewire
 from tests.support.bus_engine import Stage
 from tests.support.queue import settled
-from tracewire import Client, Fan, FanStep
-from tracewire.traces.recorder.fan import _distance
+from tracewire import Client, Fan, FanStep, Gap, Output, Restarted
+from tracewire.traces.recorder.fan import _distance, _Sibling
+from tracewire_bus.events.subscription import Gap as EntryGap
+from tracewire_bus.store.snapshots import Stored
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import DecodedOutput, HeldChoice, Snapshot
 from tracewire_bus.wire.packing import unpack
 
 PATIENCE = 60
@@ -35,8 +39,6 @@ async def script(stage: Stage) -> None:
 
 
 def _output(stage: Stage, index: int, token: int, logprobs: Any) -> Any:
-    from tracewire_bus.wire.messages import DecodedOutput
-
     return DecodedOutput(
         attempt=1, seq=stage.seq, index=index, token_ids=[token], text=f" {token}", logprobs=logprobs, deltas=[[]]
     )
@@ -87,6 +89,131 @@ async def test_a_running_trace_is_forked_by_another_client(
                     assert (await anext(fan)).token_ids == [102]
             go.set()
             await trace.until_done()
+
+
+def restarting(second: list[int]) -> Callable[[Stage], Any]:
+    """A script of six tokens. The second sibling of a fan runs again after four, and then has these tokens."""
+
+    async def play(stage: Stage) -> None:
+        await stage.accept()
+        schedule = stage.submission.schedule
+        tokens = [100, 101, 102, 103, 104, 105]
+        if schedule and unpack(schedule[-1].values)["alpha"] == 1.0:
+            for index, token in enumerate(tokens[:4]):
+                await stage.publish(_output(stage, index, token, None))
+            await stage.restart()
+            await stage.accept()
+            tokens = second
+        for index, token in enumerate(tokens):
+            output = _output(stage, index, token, None)
+            output.attempt = stage.attempt
+            await stage.publish(output)
+        await stage.final()
+
+    return play
+
+
+async def test_a_sibling_that_runs_again_has_each_token_once(client: Client, engine: Callable[..., Any]) -> None:
+    tokens = [100, 101, 102, 103, 104, 105]
+    with anyio.fail_after(PATIENCE):
+        async with (
+            engine(restarting(tokens), schema="2.5"),
+            client.trace("tiny", "x", live={"alpha": 0.0}) as trace,
+        ):
+            await trace.until_done()
+            async with await trace.fork([{"alpha": 0.0}, {"alpha": 1.0}], at=2) as fan:
+                steps = [step async for step in fan]
+    assert [(step.index, step.token_ids) for step in steps] == [(index, [100 + index] * 2) for index in range(2, 6)]
+    assert [step.texts for step in steps] == [[f" {100 + index}"] * 2 for index in range(2, 6)]
+    assert fan.first_differences == [None, None]
+
+
+async def test_a_sibling_that_differs_from_what_was_read_fails(client: Client, engine: Callable[..., Any]) -> None:
+    with anyio.fail_after(PATIENCE):
+        async with (
+            engine(restarting([100, 101, 102, 203, 204, 205]), schema="2.5"),
+            client.trace("tiny", "x", live={"alpha": 0.0}) as trace,
+        ):
+            await trace.until_done()
+            steps = []
+            async with await trace.fork([{"alpha": 0.0}, {"alpha": 1.0}], at=2) as fan:
+                with pytest.raises(tracewire.TextChanged):
+                    async for step in fan:
+                        steps.append(step)  # noqa: PERF401
+    # The other one was read to its end.
+    assert [step.token_ids for step in steps] == [[102, 102], [103, 103], [104, None], [105, None]]
+
+
+class Played:
+    """A sibling that yields items as they are."""
+
+    id = "played"
+
+    def __init__(self, *items: Any) -> None:
+        self._items = iter(items)
+
+    async def __anext__(self) -> Any:
+        for item in self._items:
+            return item
+        raise StopAsyncIteration
+
+
+def _read(index: int, token_ids: list[int], text: str, **fields: Any) -> Output:
+    return Output(attempt=1, seq=0, index=index, token_ids=token_ids, text=text, **fields)
+
+
+def _gap(token_ids: list[int], text: str) -> Gap:
+    held = HeldChoice(0, 0, token_ids, text, None, None, {})
+    stored = Stored(1, 0, schema_text(), encode(Snapshot(attempt=1, seq=0, choices=[held])))
+    return Gap("played", EntryGap("start", "1-0", stored), None)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [_read(0, [1], "a"), _gap([1, 2, 3], "abc"), _read(3, [4], "d")],
+        [_gap([1], "a"), _read(1, [2, 3], "bc"), _read(3, [4], "d")],
+        [_read(0, [1, 2], "ab"), Restarted(2, 0), _read(0, [1, 2, 3], "abc"), _read(3, [4], "d")],
+        [_read(0, [1], "ab"), Restarted(2, 0), _read(0, [1], "a"), _read(1, [2, 3, 4], "bcd")],
+        [_read(0, [1], ""), Restarted(2, 0), _read(0, [1], "a"), _read(1, [2, 3, 4], "bcd")],
+        [_read(0, [1], "a"), Restarted(2, 0), _gap([1, 2], "ab"), _read(2, [3, 4], "cd")],
+    ],
+)
+async def test_the_tokens_of_a_sibling_stand_at_their_indices(items: list[Any]) -> None:
+    sibling = _Sibling(Played(*items))  # type: ignore[arg-type]
+    found = [await sibling.reach(index) for index in range(5)]
+    assert sibling.error is None
+    assert [one and one[0] for one in found] == [1, 2, 3, 4, None]
+    assert "".join(one[1] for one in found if one) == "abcd"
+
+
+async def test_a_start_that_is_cancelled_cancels_all_siblings(client: Client, engine: Callable[..., Any]) -> None:
+    running: list[str] = []
+    going = anyio.Event()
+
+    async def waits(stage: Stage) -> None:
+        if not stage.submission.invokes[0].forced_tokens:
+            await script(stage)
+            return
+        await stage.accept()
+        running.append(stage.trace)
+        going.set()
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(PATIENCE):
+        async with engine(waits, schema="2.5"), client.trace("tiny", "x", live={"alpha": 0.0}) as trace:
+            await trace.until_done()
+            fan = await trace.fork([{"alpha": 0.0}, {"alpha": 1.0}], at=2)
+            # The second one never starts.
+            fan.traces[1].start = anyio.sleep_forever  # type: ignore[method-assign]
+            async with anyio.create_task_group() as group:
+                group.start_soon(fan.start)
+                await going.wait()
+                group.cancel_scope.cancel()
+            assert running == [fan.traces[0].id]
+            async with client.subscribe(running[0]) as events:
+                (end,) = [event async for event in events if isinstance(event, tracewire.Final)]
+    assert end.status == "cancelled"
 
 
 @pytest.mark.usefixtures("registered")
