@@ -317,7 +317,29 @@ MUTANTS = (
         "        if claims := []:",
         _SERVICE_REDIS_LOSS + "::test_what_a_killed_redis_lost_is_appended_again",
     ),
+    _of(
+        f"{_ENGINE}/adapter/refusals.py",
+        "what-is-not-proven-ends-a-running-trace",
+        "            return trace in self._claims.runs\n",
+        "            return False\n",
+        "tests/unit/tracewire_engine/adapter/test_refusals.py::test_what_cannot_run_ends_no_trace_that_runs",
+    ),
+    _of(
+        f"{_BUS}/store/submission_queue.py",
+        "a-late-refusal-removes-another-engines-entry",
+        "            if taken_by is None or to_text(taken_by) != holder:",
+        "            if False:",
+        "tests/unit/tracewire_engine/adapter/test_refusals.py::"
+        "test_an_engine_that_was_slow_leaves_the_entry_to_the_engine_that_has_it",
+    ),
     # --- records ------------------------------------------------------------------------------------------------------
+    _of(
+        f"{_BUS}/lua/record_open.lua",
+        "another-key-takes-a-trace",
+        "if mark and submitter and submitter ~= signer",
+        "if false and submitter ~= signer",
+        "tests/unit/tracewire_engine/adapter/test_refusals.py::test_another_key_s_submission_does_not_take_a_trace",
+    ),
     _of(
         f"{_BUS}/lua/record_open.lua",
         "a-stale-attempt-is-opened",
@@ -540,8 +562,8 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/trace.py",
         "leaving-a-trace-does-not-cancel-it",
-        "if leaving and not self._submission.detach and not self._fold.finished:",
-        "if False:",
+        "        if not self._submission.detach and not self._fold.finished:\n            await self._cancel_as_left()",
+        "        if False:\n            await self._cancel_as_left()",
         _TRACES_CONTROL + "::test_leaving_a_trace_cancels_it_unless_it_is_detached",
     ),
     _of(
@@ -632,8 +654,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/worker/declared/tap_buffers.py",
         "a-kernel-reads-before-the-edit",
-        "np.where(flags & ADD, flags | READ | AFTER, flags | READ)",
-        "np.where(flags & ADD, flags | READ, flags | READ)",
+        "np.where(flags & ADD, READ | AFTER, READ)",
+        "np.where(flags & ADD, READ, READ)",
         f"{_TAPS}/test_tap_buffers.py::test_half_precision_is_rounded_as_without_kernels",
     ),
     _of(
@@ -745,9 +767,9 @@ MUTANTS = (
         _LEASES + "::test_an_outage_is_no_absence_of_a_client",
     ),
     _of(
-        f"{_ENGINE}/adapter/intake.py",
+        f"{_ENGINE}/adapter/refusals.py",
         "garbage-is-not-dead-lettered",
-        "            await self._bus.queue.dead_letter(self._info.model, entry, failure.message)\n",
+        "            await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)\n",
         "            await self._bus.queue.done(self._info.model, entry.trace)\n",
         _INTAKE + "::test_what_names_no_trace_becomes_a_dead_letter",
     ),

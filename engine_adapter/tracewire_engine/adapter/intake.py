@@ -398,11 +398,8 @@ class Intake:
         except BlocksLost as error:
             logger.info("trace %s runs again: %s", submission.trace, error)
             await self._put_back(entry, str(error))
-        except Fenced:
-            raise
         except Exception as error:
-            if isinstance(error, BusError) and run.seq < 0 and not run.ended:
-                # Redis was away while the trace's inputs were fetched. The entry comes again, as the same attempt.
+            if _is_no_failure(error, run):
                 raise
             logger.exception("trace %s failed in the adapter", submission.trace)
             cause = first_error(error)  # with several invokes it may come in an exception group
@@ -467,3 +464,11 @@ def _check_same(declared: bytes, now: bytes) -> None:
     forms = [{name: value.form for name, value in unpack_live(packed).items()} for packed in (declared, now)]
     if forms[0] != forms[1]:
         raise ValueError(f"they were declared as {forms[0]}, and are {forms[1]}"[:1000])
+
+
+def _is_no_failure(error: Exception, run: TraceRun) -> bool:
+    """Whether an error says nothing of the trace: another engine has it, or Redis was away before the run began.
+
+    The entry of a run that had not begun comes again, as the same attempt.
+    """
+    return isinstance(error, Fenced) or (isinstance(error, BusError) and run.seq < 0 and not run.ended)
