@@ -197,15 +197,15 @@ class Trace(EventStream[Item]):
                 raise
             # Not earlier: a second attempt sends the arrays again, which a Redis that was away may have lost.
             self._submission = offloaded
-            presence.guard(whole)
-            presence.recover_engines_of(whole.model)
-            if submission.deadline_s is not None:
-                presence.watch_deadline(self.id, submission.deadline_s)
             self._reader = EventReader(self.id, bus, "start")
             self._reader.assume_exists(new=True)
             if self._closed:
                 await self._leave_running()
                 raise TraceClosed(f"trace {self.id} was closed while it was submitted")
+            presence.guard(whole)
+            presence.recover_engines_of(whole.model)
+            if submission.deadline_s is not None:
+                presence.watch_deadline(self.id, submission.deadline_s)
 
     async def aclose(self) -> None:
         """Stop reading, and cancel the trace if its end was not read and it is not detached.
@@ -213,13 +213,12 @@ class Trace(EventStream[Item]):
         Idempotent, and finishes even when cancelled.
         """
         was_closed, self._closed = self._closed, True
+        self._session.presence.unguard(self.id)
         if not was_closed and self._reader is not None:
             await self._leave_running()
-        self._session.presence.unguard(self.id)
 
     async def _leave_running(self) -> None:
         assert self._reader is not None
-        self._session.presence.unguard(self.id)
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
         if self._span is not None:
