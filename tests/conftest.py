@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,13 @@ from tracewire_bus.transport.embedded import EmbeddedServer
 _numbers = count()
 
 _E2E = Path(__file__).parent / "e2e"
+
+
+def _of_vllm() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+
+
+_ENVIRONMENT = _of_vllm()
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +108,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spreading | 
 
 
 def pytest_collection_finish() -> None:
-    """Have garbage collections leave out what collecting the tests has loaded: each would take a second."""
+    """Have garbage collections leave out what collecting the tests has loaded: each would take a second.
+
+    No module sets vLLM's environment as it is imported: this process and all that its tests start would have it.
+    """
+    assert _of_vllm() == _ENVIRONMENT
     gc.collect()
     gc.freeze()
 

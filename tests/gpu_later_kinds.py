@@ -18,11 +18,10 @@ import json
 import sys
 from typing import Any
 
-import anyio
 import numpy as np
 
 import tracewire
-from tests.gpu_taps import PROMPTS, together
+from tests.gpu_taps import PROMPTS, figures_of, together
 from tests.support.engine_inside import engine_inside
 from tracewire import (
     Coordinates,
@@ -125,7 +124,7 @@ def parsed(doc: str) -> argparse.Namespace:
 
 def main() -> int:
     """Print the figures; whether they are as they should be."""
-    figures = anyio.run(run, parsed(__doc__))
+    figures = figures_of(run, parsed(__doc__))
     print(json.dumps(figures, indent=1))
     return 0 if all(one["tokens"] and one["apart"] < 0.05 for one in figures.values()) else 1
 

@@ -35,7 +35,17 @@ import anyio
 import numpy as np
 
 import tracewire
-from tests.gpu_taps import PROMPTS, STEPS, engine_options, names_kernels, reads, together, whole_apart, whole_of
+from tests.gpu_taps import (
+    PROMPTS,
+    STEPS,
+    engine_options,
+    figures_of,
+    names_kernels,
+    reads,
+    together,
+    whole_apart,
+    whole_of,
+)
 from tests.support.engine_inside import engine_inside
 from tracewire import EngineFailed, Probe, Steer
 
@@ -194,7 +204,7 @@ def main() -> int:
     options.dummy = options.model is not None
     name, _, ranks = options.layout.partition("=")
     options.engine = {name: int(ranks)}
-    figures = anyio.run(run, options)
+    figures = figures_of(run, options)
     print(json.dumps(figures, indent=1))
     return 0 if good(figures, eager=options.eager) else 1
 

@@ -23,8 +23,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
-
 from tests import gpu_taps
 from tests.distributed.compare import compare
 from tracewire_engine.launch.engine_builder import versions
@@ -52,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="for `taps` and `whole`, with dummy weights; the demo model if there is none")
     parser.add_argument("--tolerance", type=float, default=0.02)
-    figures = anyio.run(run, parser.parse_args())
+    figures = gpu_taps.figures_of(run, parser.parse_args())
     print(json.dumps(figures))
     scenarios, taps, whole = figures["scenarios"], figures["taps"], figures["whole"]
     good = scenarios["equal"] == scenarios["scenarios"]

@@ -28,10 +28,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import anyio
 import numpy as np
@@ -256,6 +255,12 @@ async def run(options: Any) -> dict[str, Any]:
     return figures
 
 
+def figures_of(run: Callable[[Any], Awaitable[dict[str, Any]]], options: Any) -> dict[str, Any]:
+    """What `run` measures in this process, in which vLLM logs errors alone."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return anyio.run(run, options)
+
+
 def main() -> int:
     """Print the figures; whether they are as they should be."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -268,7 +273,7 @@ def main() -> int:
     parser.add_argument("--weights", dest="dummy", action="store_false", help="load the model's weights")
     options = parser.parse_args()
     options.dummy = options.dummy and options.model is not None
-    figures = anyio.run(run, options)
+    figures = figures_of(run, options)
     print(json.dumps(figures, indent=1))
     taps = figures.get("taps")
     good = taps is None or (taps["read"] == taps["probed"] == [STEPS, STEPS] and taps["block_apart"] < 0.05)

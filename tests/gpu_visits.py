@@ -26,7 +26,7 @@ import psutil
 
 import tracewire
 from tests.gpu_later_kinds import parsed
-from tests.gpu_taps import GREEDY, PROMPTS
+from tests.gpu_taps import GREEDY, PROMPTS, figures_of
 from tests.support.engine_inside import engine_inside
 
 STEPS = 24
@@ -204,7 +204,7 @@ async def run(options: Any) -> dict[str, Any]:
 
 def main() -> int:
     """Print the figures; whether they are as they should be."""
-    figures = anyio.run(run, parsed(__doc__))
+    figures = figures_of(run, parsed(__doc__))
     print(json.dumps(figures))
     good = all(one["tokens"] and one["apart"] < 0.02 for one in figures["blocks"].values())
     broken = sorted(figures["errors"]) == [f"{name}-{place}" for name in sorted(BROKEN) for place in range(4)]

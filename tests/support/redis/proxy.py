@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
-from anyio.abc import SocketStream
+import anyio.lowlevel
+from anyio.abc import SocketAttribute, SocketStream
 
 
 class Proxy:
-    """Forwards connections to Redis's socket. `url` is what to connect to."""
+    """Forwards connections to Redis's socket at `address`. `url` is what to connect to."""
 
-    def __init__(self, socket: str, path: Path) -> None:
-        self._socket = socket
+    def __init__(self, address: str, path: Path) -> None:
+        self.address = address
         self.path = path
         self.url = f"unix://{path}"
         self._streams: set[SocketStream] = set()
@@ -33,9 +35,12 @@ class Proxy:
         self.served: int | None = None
 
     async def cut(self) -> None:
-        """Close every connection."""
-        for stream in list(self._streams):
-            await anyio.aclose_forcefully(stream)
+        """End every connection, also for what has come and is not forwarded yet."""
+        for stream in self._streams:
+            # Closed while something comes, anyio's stream would have asyncio log an error.
+            with suppress(OSError):
+                stream.extra(SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
+        await anyio.lowlevel.checkpoint()
 
     def stop(self) -> None:
         """Keep new connections waiting."""
@@ -52,7 +57,7 @@ class Proxy:
             return
         if self.served is not None and len(self._streams) >= 2 * self.served:
             await anyio.sleep_forever()
-        server = await anyio.connect_unix(self._socket)
+        server = await anyio.connect_unix(self.address)
         cut = False
 
         async def requests() -> None:

@@ -167,7 +167,7 @@ async def test_a_replica_that_lagged_gets_what_it_lacks(tmp_path: Path) -> None:
         await some(trace, 10)
         assert not await followed()
         one.kill()
-        way._socket = str(two.socket)
+        way.address = str(two.socket)
         await way.cut()
         gate.open()
         events = await whole(client, trace.id, "hello", 30)

@@ -191,4 +191,8 @@ def test_the_relay_keeps_nothing_of_hosts_that_are_closed() -> None:
 
 
 def name_of(process: psutil.Process) -> str:
-    return (Path("/proc") / str(process.pid) / "comm").read_text().strip()
+    """Its name, or an empty one if it has ended."""
+    try:
+        return (Path("/proc") / str(process.pid) / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
