@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -44,7 +45,7 @@ class Segment:
         self.name = name
         self.trace = trace
         self.nbytes = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file: int | None = os.open(folder.path / name, flags, 0o600)
 
     @property
@@ -64,10 +65,12 @@ class Segment:
         self._folder.reserve(len(data))
         start = self.nbytes
         try:
-            _write_all(self._file, data.buffers)
+            _write_all(self._file, data.buffers, start)
         except BaseException:
             self._folder.reserve(-len(data))
-            os.ftruncate(self._file, start)
+            # The next bytes are written at the same offset in any case.
+            with suppress(OSError):
+                os.ftruncate(self._file, start)
             raise
         self.nbytes += len(data)
         self._folder.grew(self)
@@ -80,10 +83,11 @@ class Segment:
             os.close(file)
 
 
-def _write_all(file: int, buffers: Sequence[bytes | memoryview]) -> None:
+def _write_all(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
     left = list(buffers)
     while left:
-        written = os.writev(file, left[:_BUFFERS])
+        written = os.pwritev(file, left[:_BUFFERS], offset)
+        offset += written
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:
@@ -164,7 +168,12 @@ class SegmentFolder:
         return removed
 
     def _read_index(self) -> None:
-        for line in (self.path / _INDEX).read_text().splitlines():
+        index = (self.path / _INDEX).read_bytes()
+        if not index.endswith(b"\n"):
+            # Part of a line, which would take the next one with it: its engine has died meanwhile.
+            index = index[: index.rfind(b"\n") + 1]
+            os.truncate(self.path / _INDEX, len(index))
+        for line in index.splitlines():
             try:
                 name, trace, *archived = json.loads(line)
                 if archived:
@@ -174,7 +183,7 @@ class SegmentFolder:
                     continue
                 size = (self.path / name).stat().st_size
             except (ValueError, OSError):
-                # The last line of an engine that died, or a segment that was removed.
+                # A segment that was removed.
                 continue
             self.traces.setdefault(trace, {})[name] = size
             self._grow(size)
@@ -190,10 +199,34 @@ class SegmentFolder:
             OSError: no file can be made.
         """
         segment = Segment(self, secrets.token_hex(8), trace)
-        with (self.path / _INDEX).open("a") as index:
-            index.write(json.dumps([segment.name, trace]) + "\n")
+        try:
+            self._note(segment.name, trace)
+        except BaseException:
+            segment.close()
+            with suppress(OSError):
+                (self.path / segment.name).unlink()
+            raise
         self.traces.setdefault(trace, {})[segment.name] = 0
         return segment
+
+    def _note(self, *line: str) -> None:
+        """Append a line to the index.
+
+        Raises:
+            OSError: the index cannot be written. It is as it was before.
+        """
+        file = os.open(self.path / _INDEX, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            end = os.lseek(file, 0, os.SEEK_END)
+            try:
+                _write_all(file, [json.dumps(line).encode() + b"\n"], end)
+            except BaseException:
+                # Part of a line would take the next one with it.
+                with suppress(OSError):
+                    os.ftruncate(file, end)
+                raise
+        finally:
+            os.close(file)
 
     def shed(self, trace: str, segment: str) -> None:
         """Remove a segment's file, because the archive has it.
@@ -202,8 +235,7 @@ class SegmentFolder:
             OSError: the index cannot be written. The file is still there.
         """
         size = self.traces[trace][segment]
-        with (self.path / _INDEX).open("a") as index:
-            index.write(json.dumps([segment, trace, "archived"]) + "\n")
+        self._note(segment, trace, "archived")
         self.archived.add(segment)
         self.traces[trace][segment] = 0
         (self.path / segment).unlink(missing_ok=True)
@@ -215,11 +247,18 @@ class SegmentFolder:
             self.traces[segment.trace][segment.name] = segment.nbytes
 
     def forget(self, trace: str) -> None:
-        """Remove a trace's segments from the folder."""
-        for name, size in self.traces.pop(trace, {}).items():
-            self.archived.discard(name)
+        """Remove a trace's segments from the folder.
+
+        Raises:
+            OSError: a file cannot be removed. It still belongs to the trace.
+        """
+        left = self.traces.get(trace, {})
+        for name, size in list(left.items()):
             (self.path / name).unlink(missing_ok=True)
+            self.archived.discard(name)
+            del left[name]
             self._grow(-size)
+        self.traces.pop(trace, None)
 
     def reserve(self, nbytes: int) -> None:
         """Count bytes that are to be written.

@@ -10,6 +10,7 @@ present = record.count(present)
 if not paused_by and ended == number and present == tonumber(number) + 1 then return present end
 if not paused_by or present ~= tonumber(number) then return 0 end
 if cancels == '1' then
+  redis.call('HDEL', key, '')
   redis.call('HSET', key, 's', 'closed')
   return present
 end

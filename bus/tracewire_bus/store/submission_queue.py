@@ -288,9 +288,8 @@ class Queue:
         names = [*queue_names(self._keys, model), self._keys.queue(model, "holders")]
         back = 0
         while True:
-            call = _PUT_BACK(
-                names, holder, why[:1000], "1" if lost else "", _GIVEN_UP, to_bytes(trace), _PUT_BACK_AT_ONCE, attempt
-            )
+            parts = to_bytes(holder), why[:1000], "1" if lost else "", _GIVEN_UP, to_bytes(trace)
+            call = _PUT_BACK(names, *parts, _PUT_BACK_AT_ONCE, attempt)
             some, more = await self._connections.command(*call)
             back += len(some)
             if which is not None:

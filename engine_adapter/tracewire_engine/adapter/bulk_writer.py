@@ -139,6 +139,7 @@ class BulkWriter:
         self._running: set[str] = set()
         self._failing = False
         self._refusals = Backoff()
+        self._removals = Backoff()
 
     def start(self) -> None:
         """Make the engine's store, and take over those of dead engines.
@@ -260,11 +261,12 @@ class BulkWriter:
                 for segment in moved:
                     if self._archive is not None:
                         await anyio.to_thread.run_sync(self._archive.remove, store.store, segment)
-            except ArchiveError as error:
-                logger.log(self._refusals.level, "segments of bulk stay in the archive for now: %s", error)
-                self._refusals.next()
+                store.forget(trace)
+            except (ArchiveError, OSError) as error:
+                logger.log(self._removals.level, "segments of dropped traces stay for now: %s", error)
+                self._removals.next()
                 return False
-            store.forget(trace)
+        self._removals.reset()
         return True
 
     async def _move_ended(self, archive: Archive) -> None:

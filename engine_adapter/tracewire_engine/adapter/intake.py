@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from functools import partial
 
 import anyio
@@ -11,7 +12,7 @@ import anyio.abc
 import msgspec
 from msgspec import structs
 
-from tracewire_bus.bus import Bus, BusError, Fenced, Taken
+from tracewire_bus.bus import Bus, BusError, BusUnavailable, Fenced, Taken
 from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.domain.limits import LimitExceeded, check_tries
 from tracewire_bus.log_fields import add_log_fields
@@ -157,11 +158,11 @@ class Intake:
 
     async def _fail(self, entry: Taken, failure: Failure, admitted: Admitted | None) -> None:
         """End a trace that could not be begun."""
-        if admitted is not None:
-            self._admissions.end(admitted)
         try:
             await self._bus.records.end(entry.trace, "failed", failure)
             await self._bus.queue.done(self._info.model, entry.trace, self._info.engine, entry.attempt)
+            if admitted is not None:
+                self._admissions.end(admitted)
         except BusError as error:
             # The entry is delivered again, and answered then.
             logger.warning("queue entry %s could not be answered either: %s", entry.trace, error)
@@ -256,7 +257,6 @@ class Intake:
                 )
                 self._bus.queue.note_settled(self._info.model, entry.trace)
                 return
-            self.refused.reset()
             self._note(validated, admitted.key)
             opened = self._bounded(entry, opened)
             run = self._run_of(entry, admitted, validated, edits, opened)
@@ -382,8 +382,10 @@ class Intake:
         model, engine = self._info.model, self._info.engine
         try:
             with scope:
-                async with self._services.inputs.of(submission), self._services.vectors.of(submission.interventions):
+                async with AsyncExitStack() as needed:
+                    await _fetch(self._services, submission, run, needed)
                     await run.run()
+            self.refused.reset()
         except (Rejection, LimitExceeded) as error:
             self._services.limit_counts.note(error)
             status, problem = "rejected", refusal(error)
@@ -432,6 +434,22 @@ class Intake:
         self._bus.queue.note_settled(model, entry.trace)
 
 
+async def _fetch(services: RunServices, submission: Submission, run: TraceRun, needed: AsyncExitStack) -> None:
+    """Have the inputs and vectors of a trace here. A trace that is to end needs none.
+
+    Raises:
+        BusError: Redis refuses, or does not answer.
+    """
+    if run.is_over:
+        return
+    try:
+        await needed.enter_async_context(services.inputs.of(submission))
+        await needed.enter_async_context(services.vectors.of(submission.interventions))
+    except BusUnavailable:
+        if not run.is_over:
+            raise
+
+
 def _proven(opened: Opened, gate: Gate, trace: str, owner: Key | None, proofs: LiveProofs | None) -> Opened:
     """A trace's record without what a strict gate does not accept: changes, a cancellation, a pause."""
     if not gate.strict:
@@ -471,4 +489,4 @@ def _is_no_failure(error: Exception, run: TraceRun) -> bool:
 
     The entry of a run that had not begun comes again, as the same attempt.
     """
-    return isinstance(error, Fenced) or (isinstance(error, BusError) and run.seq < 0 and not run.ended)
+    return isinstance(error, Fenced) or (isinstance(error, BusUnavailable) and run.seq < 0 and not run.ended)

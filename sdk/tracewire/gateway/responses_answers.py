@@ -164,22 +164,26 @@ class ResponseEvents:
         """The events of what a piece adds."""
         self.reason = piece.finish_reason or self.reason
         delta = piece.message or MessageDelta()
+        if delta.reasoning or delta.tool_calls:
+            # These had no text because they begin what comes now.
+            self._waiting = []
         if delta.reasoning:
             yield from self._grow("reasoning", delta.reasoning)
-            self._waiting = []
         if delta.content or not (delta.reasoning or delta.tool_calls):
-            self._waiting += self._answer.logprobs(piece)
+            own = self._answer.logprobs(piece)
+            if delta.content and self._item is not None and self._item["type"] != "message":
+                # Those before its first text ended the reasoning, or a call.
+                self._waiting = _within(self._waiting, len(delta.content) - _length(own))
+            self._waiting += own
         if delta.content:
             yield from self._grow("message", delta.content)
         for call in delta.tool_calls:
             if call.index != self._call:
                 yield from self._close()
-                self._waiting = []
                 self._call = call.index
                 yield from self._open("function_call", call_id=call.id or "", name=call.name or "")
             if call.arguments:
                 yield from self._grow("function_call", call.arguments)
-                self._waiting = []
 
     def end(self, usage: Usage, **more: Any) -> Iterator[dict[str, Any]]:
         """The events behind all output."""
@@ -259,3 +263,15 @@ class ResponseEvents:
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+
+def _within(logprobs: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """The last of these logprobs, whose tokens are together no longer than a text of this length."""
+    first = len(logprobs)
+    while first and _length(logprobs[first - 1 :]) <= length:
+        first -= 1
+    return logprobs[first:]
+
+
+def _length(logprobs: list[dict[str, Any]]) -> int:
+    return sum(len(one["token"]) for one in logprobs)

@@ -66,7 +66,8 @@ class ValueIndex:
             trace = self._traces[trace_id] = _Trace(self._clock())
             self._nbytes += trace.nbytes
         self._traces.move_to_end(trace_id)
-        while self._is_old(self._traces[first := next(iter(self._traces))]):
+        # The trace that was asked for is the last one.
+        while (first := next(iter(self._traces))) != trace_id and self._is_old(self._traces[first]):
             self._forget(first)
         if key not in trace.found:
             async with trace.lock:

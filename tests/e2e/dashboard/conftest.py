@@ -22,7 +22,10 @@ from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus
 
-expect.set_options(timeout=30_000)
+#: How long a test waits for a page, in milliseconds: other tests may keep the cores busy.
+_PATIENCE_MS = 120_000
+
+expect.set_options(timeout=_PATIENCE_MS)
 
 
 class Steps:
@@ -137,18 +140,21 @@ def opened(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Page]]
         url: str, prepare: Callable[[Page], Awaitable[None]] | None = None, **options: Any
     ) -> AsyncIterator[Page]:
         context = await browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(_PATIENCE_MS)
         page = await context.new_page()
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: "Policy" in said.text and wrong.append(said.text))
         page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
-        if prepare is not None:
-            await prepare(page)
-        await page.goto(url)
-        yield page
-        assert wrong == []
-        # The page may be loading something again: a test's route that then answers has no page to answer.
-        await page.unroute_all(behavior="ignoreErrors")
-        await context.close()
+        try:
+            if prepare is not None:
+                await prepare(page)
+            await page.goto(url)
+            yield page
+            assert wrong == []
+        finally:
+            # The page may be loading something again: a test's route that then answers has no page to answer.
+            await page.unroute_all(behavior="ignoreErrors")
+            await context.close()
 
     return page_of

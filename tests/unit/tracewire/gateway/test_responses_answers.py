@@ -86,6 +86,29 @@ def test_the_logprobs_of_calls_are_no_text() -> None:
     assert [one["token"] for one in found[-1]["logprobs"]] == ["x"]
 
 
+def test_the_logprobs_of_marks_are_in_no_message() -> None:
+    """Neither what ends the reasoning before a message, nor what begins the call behind it."""
+    asked = ResponsesBody(model="m", input="x")
+    events = ResponseEvents(ResponseAnswer("t", "m", 5, choices=1, top=0, ids=False, asked=asked))
+    call = ToolCallDelta(index=0, id="c", name="add", arguments="{}")
+    pieces: list[tuple[str, dict[str, Any]]] = [
+        ("<think>", {}),
+        ("r", {"reasoning": "r"}),
+        ("</think>", {}),
+        ("\n", {}),
+    ]
+    pieces += [("Hel", {}), ("lo", {"content": "Hello"}), ("<call>", {}), ("{}", {"tool_calls": [call]})]
+    pieces += [("</call>", {}), ("x", {"content": "x"}), ("y", {})]
+    found: list[dict[str, Any]] = []
+    for token, delta in pieces:
+        logprobs = [{1: (-0.5, 1, token)}]
+        found += events.added(Piece(0, 0, 0, "", [1], logprobs, Values(), None, None, MessageDelta(**delta)))
+    found += events.end(Usage())
+    messages = [one for one in found[-1]["response"]["output"] if one["type"] == "message"]
+    tokens = [[one["token"] for one in message["content"][0]["logprobs"]] for message in messages]
+    assert tokens == [["Hel", "lo"], ["x", "y"]]
+
+
 def test_a_stream_without_output_has_an_empty_message() -> None:
     events = ResponseEvents(answer())
     kinds = [one["type"].removeprefix("response.") for one in events.end(Usage())]

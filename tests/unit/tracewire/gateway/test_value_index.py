@@ -109,6 +109,19 @@ async def test_traces_without_arrays_are_forgotten_too() -> None:
     assert index._nbytes == index._traces["last"].nbytes
 
 
+async def test_a_trace_that_grows_old_as_it_is_asked_for_is_read() -> None:
+    times = [0.0]
+
+    async def read() -> State:
+        return State("t", Fold())
+
+    index = ValueIndex(age_s=60.0, clock=lambda: times.pop(0) if len(times) > 1 else times[0])
+    assert await index.find("t", b"k", read) is None
+    times[:] = [60.0, 60.1]
+    assert await index.find("t", b"k", read) is None
+    assert index.reads == 2
+
+
 async def test_a_trace_that_does_not_exist_leaves_nothing(served: Served) -> None:
     index = ValueIndex()
     for _ in range(2):

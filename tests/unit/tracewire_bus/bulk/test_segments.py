@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,22 +66,70 @@ def test_what_a_disk_refuses_leaves_the_segment_as_it_was(
 ) -> None:
     segment = store.open("t")
     segment.append(Pieces([b"before"]))
-    write = os.writev
-
-    def full_soon(file: int, buffers: list[bytes]) -> int:
-        monkeypatch.setattr(os, "writev", full)
-        return write(file, [buffers[0][:2]])
-
-    def full(file: int, buffers: list[bytes]) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "writev", full_soon)
-    with pytest.raises(OSError, match="No space left"):
+    with full_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
         segment.append(Pieces([b"after", b"wards"]))
     assert (limit.nbytes, segment.nbytes, (store.path / segment.name).read_bytes()) == (6, 6, b"before")
-    monkeypatch.setattr(os, "writev", write)
+    # Not even the part that was written could be taken back.
+    with full_disk(monkeypatch, read_only=True), pytest.raises(OSError, match="No space left"):
+        segment.append(Pieces([b"after", b"wards"]))
     assert segment.append(Pieces([b"again"])) == 6
     assert read_range(store.path, segment.name, 6, 5) == b"again"
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, read_only: bool = False) -> Iterator[None]:
+    """Within this context, a disk takes two more bytes; with `read_only`, no file gets shorter either."""
+    write, left = os.pwritev, [2]
+
+    def written(file: int, buffers: list[bytes], offset: int) -> int:
+        if not left:
+            raise OSError(28, "No space left on device")
+        return write(file, [buffers[0][: left.pop()]], offset)
+
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", written)
+        if read_only:
+            patch.setattr(os, "ftruncate", refused)
+        yield
+
+
+def test_a_segment_that_a_disk_has_no_room_for_leaves_nothing(
+    tmp_path: Path, store: SegmentFolder, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = store.open("t")
+    index, opened = (store.path / "index").read_bytes(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with full_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
+            store.open("u")
+    assert files(store) == {first.name}
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert (store.path / "index").read_bytes() == index
+    assert list(store.traces) == ["t"]
+    second = store.open("u")
+    left(store, first, second)
+    (adopted,) = SegmentFolder.adopt(tmp_path, "bus", limit)
+    assert adopted.traces == {"t": {first.name: 0}, "u": {second.name: 0}}
+
+
+def test_a_file_that_cannot_be_removed_stays_its_trace_s(
+    store: SegmentFolder, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        store.open("t").append(Pieces([bytes(10)]))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(OSError, match="Read-only"):
+            store.forget("t")
+    assert (len(store.traces["t"]), limit.nbytes) == (2, 20)
+    store.forget("t")
+    assert (files(store), store.traces, limit.nbytes) == (set(), {}, 0)
 
 
 def test_a_closed_segment_takes_no_more(store: SegmentFolder) -> None:
@@ -126,6 +176,11 @@ def test_the_store_of_a_dead_engine_is_taken_over(tmp_path: Path, store: Segment
     assert (adopted.store, adopted.traces, limit.nbytes) == (store.store, {trace: {segment.name: 5}}, 5)
     assert files(adopted) == {segment.name}
     assert SegmentFolder.adopt(tmp_path, "bus", limit) == []
+    # What the dead engine had begun to write takes no line of its successor's with it.
+    later = adopted.open("later")
+    left(adopted, later)
+    (adopted,) = SegmentFolder.adopt(tmp_path, "bus", limit := Limit(100))
+    assert adopted.traces == {trace: {segment.name: 5}, "later": {later.name: 0}}
     adopted.forget(trace)
     assert (limit.nbytes, adopted.nbytes) == (0, 0)
 

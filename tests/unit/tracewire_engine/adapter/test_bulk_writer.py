@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
+import fsspec
 import pytest
 
 import tracewire
+from tests.support import ROOT
+from tests.support.bulk_on_mount import in_bulk
+from tests.support.harvests import s3_server
 from tests.support.scripted_engine import ScriptedEngine, acts, expected, info, serving
 from tests.support.stepping import PATIENCE, Gate
 from tests.support.until import until
@@ -20,7 +27,6 @@ from tracewire import Client, Gap, Output, Result
 from tracewire_bus.bulk import reader
 from tracewire_bus.bulk.segments import SegmentFolder
 from tracewire_bus.bus import FINAL_ID, Bus
-from tracewire_bus.wire.codec import find_bulk
 from tracewire_engine.adapter import bulk_writer
 from tracewire_engine.adapter.bulk_writer import BulkSettings, check_archive, check_folder
 
@@ -98,14 +104,6 @@ def whole(result: Any, prompt: str = "hello") -> None:
     assert [list(map(float, array)) for array in result.saves["acts"]] == saved
 
 
-async def in_bulk(bus: Bus, trace: str) -> tuple[int, int]:
-    """How many outputs refer to bulk, of how many."""
-    entries = await bus.command("XRANGE", bus.keys.events(trace), "-", "+")
-    found = [dict(zip(flat[::2], flat[1::2], strict=True))[b"d"] for _, flat in entries]
-    outputs = [data for data in found if data[1:3] == b"\xa1o"]
-    return sum(find_bulk(data) is not None for data in outputs), len(outputs)
-
-
 async def test_every_consumer_has_what_lies_beside_redis(client: Client, bus: Bus, folder: Path) -> None:
     async with engine(bus, client, bulk(folder)) as gate:
         whole(await run(bus, client, gate))
@@ -172,6 +170,46 @@ async def test_a_folder_that_goes_away_costs_no_save(
         assert [token for event in events for token in event.token_ids] == expected("hello", TOKENS)[0]
         with pytest.raises(tracewire.ValueMissing, match=f"event {events[3].id} of trace t"):
             _ = events[3].delta
+
+
+@pytest.mark.parametrize("how", ["full", "ro"])
+async def test_a_file_system_that_takes_nothing_for_a_while(
+    embedded: str, prefix: str, tmp_path: Path, how: str
+) -> None:
+    script = 'mount -t tmpfs -o size=64k tmpfs "$4" && exec "$1" -m tests.support.bulk_on_mount "$2" "$3" "$4" "$5"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", sys.executable]
+    done = await anyio.run_process([*command, embedded, prefix, str(tmp_path), how], cwd=ROOT, stderr=None)
+    found = json.loads(done.stdout)
+    assert found["whole"]
+    assert found["warned"] == ["beside", "during"]
+    assert {name for name, moved in found["moved"].items() if moved == 0} == {"beside", "during"}
+    assert all(found["moved"][name] == found["outputs"][name] > 0 for name in ("before", "dropped", "after"))
+
+
+async def test_a_segment_that_is_gone_is_its_trace_s_loss_alone(client: Client, bus: Bus, tmp_path: Path) -> None:
+    async with (
+        engine(bus, client, bulk(tmp_path)) as gate,
+        client.trace("tiny", "hello", acts, max_tokens=TOKENS, trace_id="t", detach=True) as lost,
+    ):
+        await lost.accepted()
+        await until(lambda: gate.step() or _reached(bus, "t", 1))
+        (segment,) = segments(tmp_path)
+        async with client.trace("tiny", "other", acts, max_tokens=TOKENS, trace_id="u", detach=True) as beside:
+            await beside.accepted()
+            await until(lambda: gate.step() or _reached(bus, "u", 1))
+            assert await bus.tail_id("t") != FINAL_ID
+            segment.unlink()
+            gate.open()
+            events = [event async for event in client.subscribe("t", names=()) if isinstance(event, Output)]
+            with anyio.fail_after(PATIENCE):
+                whole(await beside.result(), "other")
+        tokens = [token for event in events for token in event.token_ids]
+        assert tokens == expected("hello", TOKENS)[0]
+        with pytest.raises(tracewire.ValueMissing, match=r"trace t cannot be loaded.*no such bytes"):
+            await client.get_state("t")
+        with pytest.raises(tracewire.ValueMissing, match="no such bytes"), anyio.fail_after(PATIENCE):
+            await lost.result()
+        whole(await run(bus, client, gate, "v", "later"), "later")
 
 
 async def test_a_segment_cut_short_or_changed_is_seen(client: Client, bus: Bus, tmp_path: Path) -> None:
@@ -326,6 +364,42 @@ async def test_an_archive_that_refuses_loses_nothing(
         archive.unlink()
         await until(lambda: archived(archive) and not segments(folder))
         whole(await client.get_state("t"))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_an_archive_that_refuses_the_credentials(
+    client: Client, bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = "s3://acts/bulk", tmp_path / "bulk"
+    with s3_server() as (_, options):
+        wrong = {**options, "secret": "wrong"}
+        # As fsspec finds credentials in its configuration or the environment.
+        monkeypatch.setitem(fsspec.config.conf, "s3", wrong)
+        with pytest.raises(
+            ValueError, match=f"--bulk-archive: no segments can be moved there: archive {url}: .*signature"
+        ):
+            await anyio.to_thread.run_sync(check_archive, url)
+        async with engine(bus, client, bulk(folder, archive=url)) as gate:
+            whole(await run(bus, client, gate))
+            await until(lambda: "stay in" in caplog.text)
+            assert "signature" in caplog.text
+            assert segments(folder)
+            whole(await client.get_state("t"))
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+        async with engine(bus, client, bulk(folder, archive=url)) as gate:
+            whole(await run(bus, client, gate, "u", "other"), "other")
+            await until(lambda: not segments(folder))
+        # A consumer with other credentials.
+        monkeypatch.setitem(fsspec.config.conf, "s3", wrong)
+        async with tracewire.connect(client.url, prefix=bus.keys.prefix) as other:
+            with pytest.raises(tracewire.ValueMissing, match=f"archive {url}: .*signature"):
+                await other.get_state("u")
+            texts = [event async for event in other.subscribe("u", names=()) if isinstance(event, Output)]
+            assert [token for event in texts for token in event.token_ids] == expected("other", TOKENS)[0]
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+        for name, prompt in (("t", "hello"), ("u", "other")):
+            async with tracewire.connect(client.url, prefix=bus.keys.prefix) as other:
+                whole(await other.get_state(name), prompt)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,14 @@ from tests.support.served import counted, failure, runs, served, submission
 from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client
-from tracewire_bus.bus import Bus, BusUnavailable, NotAllowed
+from tracewire_bus.bus import Bus, BusError, BusUnavailable, NotAllowed
 from tracewire_bus.domain.limits import Limits
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import Failure, Submission
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.adapter import intake
 from tracewire_engine.adapter.engine_api import Rejection
+from tracewire_engine.adapter.trace_run import TraceRun
 
 PATIENCE = 60
 
@@ -315,6 +318,40 @@ async def test_an_engine_that_was_only_slow_counts_its_trace_once(client: Client
             await anyio.wait_all_tasks_blocked()
             engine.finish(next(iter(engine.requests)))
             assert (await trace.result()).text == "x"
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("how", ["refused", "cancelled", "expired"])
+async def test_inputs_that_cannot_be_fetched_hold_no_trace_that_is_to_end(
+    client: Client, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    tries, fetching = [], anyio.Event()
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
+    limits = Limits(deadline_s=0.5) if how == "expired" else Limits()
+    with anyio.fail_after(PATIENCE):
+        async with adapted(embedded, prefix, PlayedEngine(), limits=limits) as adapter:
+
+            @asynccontextmanager
+            async def of(submission: Submission) -> AsyncIterator[None]:
+                tries.append(submission.trace)
+                if how == "refused":
+                    raise BusError("NOPERM")
+                fetching.set()
+                run = adapter._claims.runs[submission.trace]
+                assert isinstance(run, TraceRun)
+                await until(lambda: run.is_over)
+                raise BusUnavailable("Redis is away")
+                yield
+
+            monkeypatch.setattr(adapter._intake._services.inputs, "of", of)
+            async with client.trace("tiny", "hello", detach=True) as trace:
+                if how == "cancelled":
+                    await fetching.wait()
+                    assert await trace.cancel()
+                errors = {"refused": "NOPERM", "cancelled": "cancelled", "expired": "deadline-s"}
+                with pytest.raises(tracewire.TraceFailed, match=errors[how]):
+                    await trace.result()
+    assert len(tries) == 1
 
 
 @pytest.mark.usefixtures("registered")

@@ -108,6 +108,9 @@ async def test_an_engine_outlives_odd_names_on_its_queue(
         ):
             await running.accepted()
             await bus.queue.put("tiny", trace, b"junk", lease=lease)  # type: ignore[arg-type]
+            # Withdrawn under a lease that is held.
+            await bus.command("HSET", bus.keys.queue("tiny", "taken"), b"x", b"\0\xff" + lease)
+            await bus.command("SET", bus.keys.lease("").encode() + b"\xff" + lease, "1")
             for _ in range(20):
                 await looked.acquire()
             gate.open()

@@ -12,6 +12,7 @@ import pytest
 
 import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
+from tests.support.redis.durable import server
 from tests.support.redis.proxy import proxy
 from tests.support.until import until
 from tracewire import Client, Paused, Resumed
@@ -63,6 +64,33 @@ async def test_the_trace_is_cancelled_when_its_pause_ends(client: Client, embedd
         ):
             with pytest.raises(tracewire.TraceCancelled, match="timeout of guard: its pause was not ended in time"):
                 await trace.result()
+
+
+@pytest.mark.parametrize("then", ["resume", "cancel"])
+async def test_a_pause_ends_while_redis_is_full(tmp_path: Path, then: str) -> None:
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            server(tmp_path) as redis,
+            adapted(redis.url, "full", engine) as adapter,
+            tracewire.connect(redis.url, prefix="full") as client,
+        ):
+            await client.models.get("tiny", timeout=PATIENCE)
+            bus, ends = adapter._bus, PauseEnds(adapter._bus, adapter._claims, adapter._control)
+            await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+            async with client.trace("tiny", "hello", detach=True) as trace:
+                await trace.accepted()
+                assert await trace.pause(by="guard", timeout=60, on_timeout=then)
+                await until(lambda: _run(adapter, trace.id).pause.due is not None)
+                await bus.command("CONFIG", "SET", "maxmemory", "1")
+                await ends.check(anyio.current_time() + 61)
+                await bus.command("CONFIG", "SET", "maxmemory", "0")
+                if then == "cancel":
+                    with pytest.raises(tracewire.TraceCancelled, match="timeout of guard"):
+                        await trace.result()
+                else:
+                    engine.finish(next(iter(engine.requests)))
+                    await trace.result()
 
 
 async def test_an_end_that_was_moved_or_dropped_does_nothing(client: Client, embedded: str, prefix: str) -> None:
