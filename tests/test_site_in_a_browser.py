@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from tests.support.browser import browser as started_browser
-from tests.support.browser import violations
+from tests.support.browser import patient_page, violations
 
 #: A page of each kind, with the widest tables among them.
 PAGES = (
@@ -53,7 +53,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 async def test_the_search_finds_an_error_and_asks_no_other_host(url: str, browser: Browser) -> None:
-    page = await browser.new_page()
+    page = await patient_page(browser)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     await page.goto(f"{url}/index.html")
@@ -61,7 +61,7 @@ async def test_the_search_finds_an_error_and_asks_no_other_host(url: str, browse
     found = page.locator(".md-search-result__link", has_text="This Redis evicts keys")
     await expect(found.first).to_be_visible(timeout=30_000)
     await found.first.click()
-    await expect(page).to_have_url(f"{url}/troubleshooting.html?h=evicts+keys#this-redis-evicts-keys", timeout=30_000)
+    await expect(page).to_have_url(f"{url}/troubleshooting.html?h=evicts+keys#this-redis-evicts-keys")
     assert [one for one in asked if not one.startswith((url, "data:", "blob:"))] == []
     await page.close()
 
@@ -76,7 +76,7 @@ _CUT = (
 
 async def test_no_page_is_wider_than_its_window(url: str, browser: Browser) -> None:
     for width in WIDTHS:
-        page = await browser.new_page(viewport={"width": width, "height": 900})
+        page = await patient_page(browser, viewport={"width": width, "height": 900})
         # Tables are cut first where the navigation stands beside them, and the window is narrow.
         for name in PAGES if width == 800 else PAGES[::2]:
             await page.goto(f"{url}/{name}")
@@ -87,14 +87,14 @@ async def test_no_page_is_wider_than_its_window(url: str, browser: Browser) -> N
 
 
 async def test_the_pages_are_accessible_in_both_schemes(url: str, browser: Browser) -> None:
-    page = await browser.new_page(color_scheme="light")
+    page = await patient_page(browser, color_scheme="light")
     for name in ("tutorial.html", "nnsight.html", "reference/http.html"):
         await page.goto(f"{url}/{name}")
         # The theme gives its search dialog no name.
         assert [one for one in await violations(page) if not one.endswith("['.md-search']")] == [], name
     await page.close()
     # Nothing but colours differs in the other scheme, and one page has each kind of element.
-    page = await browser.new_page(color_scheme="dark")
+    page = await patient_page(browser, color_scheme="dark")
     await page.goto(f"{url}/tutorial.html")
     assert await page.evaluate("document.body.dataset.mdColorScheme") == "slate"
     assert await violations(page, "color-contrast") == []

@@ -39,7 +39,7 @@ from tracewire_bus.transport.embedded import EmbeddedServer
 from tracewire_bus.wire.messages import Failure
 
 #: Nothing here takes longer; a test that would hang fails instead.
-PATIENCE = 20
+PATIENCE = 60
 
 
 BEND = Bend(np.eye(8, dtype=np.float32)[0], layer=2, distance=2.0)

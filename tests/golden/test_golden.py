@@ -27,7 +27,7 @@ from tracewire_bus.wire.codec import decode_event, encode, schema_text
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, SCHEMA, FirstToken, Invoke, Message, Submission
 from tracewire_bus.wire.packing import wire
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 SCHEMAS = sorted(folder.name for folder in record.HERE.iterdir() if folder.name[0].isdigit())

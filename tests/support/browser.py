@@ -11,9 +11,12 @@ from typing import Any
 
 import axe_playwright_python
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, async_playwright, expect
 
-__all__ = ["browser", "chromium", "violations"]
+__all__ = ["PATIENCE_MS", "browser", "chromium", "patient_page", "violations"]
+
+#: How long a test waits for a page, in milliseconds: other tests may keep the cores busy.
+PATIENCE_MS = 120_000
 
 _AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 
@@ -35,8 +38,16 @@ async def browser() -> AsyncIterator[Browser]:
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
         started = await playwright.chromium.launch(executable_path=found, args=options)
+        expect.set_options(timeout=PATIENCE_MS)
         yield started
         await started.close()
+
+
+async def patient_page(browser: Browser, **options: Any) -> Page:
+    """A new page, for which a test waits long."""
+    page = await browser.new_page(**options)
+    page.set_default_timeout(PATIENCE_MS)
+    return page
 
 
 async def violations(page: Page, *rules: str) -> list[str]:

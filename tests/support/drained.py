@@ -20,7 +20,7 @@ from tracewire import Client, Final, Output
 from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def run_command(*arguments: str) -> int:

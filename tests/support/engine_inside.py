@@ -61,7 +61,12 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
         settings = {"blocks": engine_process.blocks_run, **settings, "check_collect": False}
     arguments = AsyncEngineArgs(model=str(model or demo_model()), **options)
     with LinkReceiver() as link, BlobReceiver(link.address) as large:
-        traced = build_engine(arguments, link.address, taps, WorkerSettings(**settings))
+        try:
+            traced = build_engine(arguments, link.address, taps, WorkerSettings(**settings))
+        except BaseException:
+            os.environ.clear()
+            os.environ.update(before)
+            raise
         engine = Noting(traced, link, large)
         engine.started = []
         try:

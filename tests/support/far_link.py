@@ -21,7 +21,7 @@ from tracewire_engine.protocol.messages import Report
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 class Ends(NamedTuple):

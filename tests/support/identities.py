@@ -21,7 +21,7 @@ from tracewire_engine.adapter.service import Adapter
 
 __all__ = ["ENGINE", "PATIENCE", "Identities", "running", "signing_bus"]
 
-PATIENCE = 30
+PATIENCE = 60
 ENGINE = "the-engine"
 
 _RIGHTS = {

@@ -14,7 +14,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.adapter.service import Adapter
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.wire.messages import Invoke, Submission
 from tracewire_engine.adapter.service import Adapter
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 ENGINE = "the-engine"

@@ -15,9 +15,9 @@ async def until(condition: Callable[[], Any]) -> None:
     """Ask again and again until a condition holds: a function, or an async one, that returns something true.
 
     Raises:
-        TimeoutError: it does not hold within a minute.
+        TimeoutError: it does not hold within two minutes.
     """
-    with anyio.fail_after(60):
+    with anyio.fail_after(120):
         while True:
             found = condition()
             if await found if inspect.isawaitable(found) else found:

@@ -10,9 +10,10 @@ from typing import Any
 
 import anyio
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page
 
 import tracewire
+from tests.support.browser import PATIENCE_MS
 from tests.support.browser import browser as started_browser
 from tests.support.gateways import Served
 from tests.support.gateways import serving as serving_gateway
@@ -21,11 +22,6 @@ from tests.support.shown_engine import ShownEngine
 from tests.support.until import until
 from tracewire import Client
 from tracewire_bus.bus import Bus
-
-#: How long a test waits for a page, in milliseconds: other tests may keep the cores busy.
-_PATIENCE_MS = 120_000
-
-expect.set_options(timeout=_PATIENCE_MS)
 
 
 class Steps:
@@ -140,7 +136,7 @@ def opened(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Page]]
         url: str, prepare: Callable[[Page], Awaitable[None]] | None = None, **options: Any
     ) -> AsyncIterator[Page]:
         context = await browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(_PATIENCE_MS)
+        context.set_default_timeout(PATIENCE_MS)
         page = await context.new_page()
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))

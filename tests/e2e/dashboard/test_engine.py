@@ -13,7 +13,7 @@ from playwright.async_api import expect
 from tests.support import ROOT
 from tests.support.gateways import Served, serving
 from tests.support.until import until
-from tracewire import AttentionPattern, Client, Model, Output
+from tracewire import AttentionPattern, Client, Model, Output, Steered
 
 DIRECTION = ROOT / "examples" / "demo_model" / "direction.npy"
 
@@ -53,6 +53,14 @@ async def test_a_person_starts_watches_and_steers_a_trace(
 
         await until(is_steered)
         await client.resume("by-hand")
+        # Held again before it can end.
+        steered: list[Any] = []
+        async for item in client.subscribe("by-hand"):
+            if isinstance(item, Steered) or (steered and isinstance(item, Output)):
+                steered.append(item)
+            if len(steered) > 100:
+                break
+        await client.pause("by-hand")
         mark = page.locator(".mark")
         await expect(mark).to_have_text("alpha = 20 · anonymous")
         first = await mark.evaluate("(mark) => mark.nextSibling.index")

@@ -89,7 +89,9 @@ async def test_a_token_adds_one_element(stand: Stand, served: Served, opened: An
 
 async def test_the_command_prints_figures() -> None:
     chromium()
-    command = [sys.executable, "-m", "tests.support.dashboard_load", "--traces", "4", "--tokens", "60", "--json"]
+    command = [sys.executable, "-m", "tests.support.dashboard_load", "--traces", "4", "--tokens", "60"]
+    # They run for long enough to be seen, however long the page takes to open.
+    command += ["--rate", "3", "--json"]
     done = await anyio.run_process(command, cwd=ROOT, stderr=None)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["traces"], found["incomplete"]) == (4, [])

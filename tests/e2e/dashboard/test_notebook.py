@@ -13,6 +13,7 @@ from playwright.async_api import Browser, FrameLocator, Page, expect
 
 from tests.e2e.dashboard.conftest import Stand
 from tests.support import vscode
+from tests.support.browser import patient_page
 from tests.support.jupyter import Lab, kernel_environment, notebook, running_lab
 from tests.support.shown_engine import projection_at, token_at
 from tests.support.until import until
@@ -43,7 +44,7 @@ def connecting(stand: Stand, form: str) -> str:
 
 async def opened(browser: Browser, url: str) -> Page:
     """A page of a notebook whose kernel is ready."""
-    page = await browser.new_page(viewport={"width": 1280, "height": 1100})
+    page = await patient_page(browser, viewport={"width": 1280, "height": 1100})
     await page.goto(url)
     await expect(page.get_by_text("| Idle")).to_be_visible()
     return page

@@ -14,7 +14,7 @@ from tests.support.drained import run_command, runs
 from tests.support.engine_process import running_engine
 from tracewire_bus.transport.embedded import EmbeddedServer
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("starts_engine")

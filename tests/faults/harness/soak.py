@@ -60,6 +60,8 @@ async def consume(url: str) -> None:
                 wrong = f"{type(error).__name__}: {error}"
             print(json.dumps([trace, wrong]), flush=True)
 
+        await client.models.list()
+        print("ready", flush=True)
         async for line in reading:
             group.start_soon(follow, *json.loads(line))
 
@@ -70,6 +72,7 @@ class Consumer:
     def __init__(self, process: anyio.abc.Process) -> None:
         self.process = process
         self.wrong: list[str] = []
+        self.ready = anyio.Event()
         self._waiting: dict[str, anyio.Event] = {}
 
     async def follow(self, trace: str, prompt: str, tokens: int) -> None:
@@ -86,6 +89,9 @@ class Consumer:
         async for data in self.process.stdout:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
+                if line == b"ready":
+                    self.ready.set()
+                    continue
                 trace, wrong = json.loads(line)
                 if wrong:
                     self.wrong.append(f"{trace}: {wrong}")
@@ -198,6 +204,9 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
             ):
                 for consumer in consumers:
                     group.start_soon(consumer.listen)
+                # Traces expire soon: one that is late would miss them.
+                for consumer in consumers:
+                    await consumer.ready.wait()
                 await client.models.get(MODEL, timeout=60)
                 first = await _kept(bus)
                 began = time.monotonic()

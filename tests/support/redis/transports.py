@@ -14,7 +14,7 @@ from tracewire_bus.wire.messages import Invoke, Submission
 
 __all__ = ["end_to_end"]
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 async def steered(stage: Stage) -> None:

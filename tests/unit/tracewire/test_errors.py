@@ -33,7 +33,7 @@ from tracewire_bus.wire.messages import Block, DecodedOutput, Failure, Manifest
 from tracewire_engine.adapter.code_policy import CodePolicy
 from tracewire_engine.adapter.engine_api import Rejection
 
-PATIENCE = 20
+PATIENCE = 60
 PAGE = ROOT / "docs" / "errors.md"
 
 #: What a caller can do.

@@ -19,7 +19,7 @@ from tracewire_bus.wire.codec import schema_text
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 async def test_a_dead_letter_is_submitted_again_as_a_new_trace(

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 import tracewire
 from tracewire import Client, UnknownModel
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_a_model_can_be_waited_for(client: Client, engine: Callable[..., Any]) -> None:

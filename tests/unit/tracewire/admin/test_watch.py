@@ -14,7 +14,7 @@ from tracewire_bus.bus import Bus
 from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.messages import Failure
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 async def some(watch: Watch, count: int) -> list[Lifecycle]:

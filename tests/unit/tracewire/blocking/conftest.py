@@ -13,7 +13,7 @@ import pytest
 import tracewire
 from tests.support.bus_engine import BusEngine, Script, engine_info, tiny
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.support import blocking as generator
 from tests.support.bus_engine import Stage
 from tracewire import ClientClosed, Steered, TraceRejected, UnknownEngine, UnknownTrace
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 def test_it_is_written_from_the_async_client_as_that_is() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.cli import command, steered_story, story
 from tracewire import Client, Output, Paused, Resumed, Steered
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.fixture

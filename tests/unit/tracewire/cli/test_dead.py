@@ -18,7 +18,7 @@ from tracewire.cli import main as cli
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.codec import schema_text
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 async def test_the_command(

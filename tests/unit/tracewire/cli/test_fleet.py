@@ -14,7 +14,7 @@ from tests.support.cli import steered_story
 from tracewire import Client
 from tracewire.cli.fleet import Fleet, Rate
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from tracewire import Client
 from tracewire.cli.fleet import Fleet
 from tracewire.cli.top_screen import TopScreen
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 def drawn(screen: TopScreen) -> str:

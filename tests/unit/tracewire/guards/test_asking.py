@@ -20,7 +20,7 @@ from tracewire.guards.asking import Terminal, asker
 from tracewire.guards.rules import Ask, Rule
 
 ALARM = Alarm(trace_id="t", model="m", rule="r", save="s", token=7, value=2.5, text="so far")
-PATIENCE = 30
+PATIENCE = 60
 
 
 def rule(ask: Any, **more: Any) -> Rule:

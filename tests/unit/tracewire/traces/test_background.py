@@ -17,7 +17,7 @@ from tracewire import Client, Model, Overloaded, UnknownModulePath
 from tracewire_bus.bus import Bus
 from tracewire_bus.wire.packing import unpack
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_leaving_it_queues_it_whether_or_not_anybody_reads(

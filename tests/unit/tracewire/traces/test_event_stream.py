@@ -29,7 +29,7 @@ from tracewire_bus.wire.codec import encode, schema_text
 from tracewire_bus.wire.messages import SHARED_INVOKE, DecodedShared, Failure, FirstToken, HeldChoice, Set, Snapshot
 from tracewire_bus.wire.packing import wire
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 @pytest.fixture

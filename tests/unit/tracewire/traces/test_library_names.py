@@ -24,7 +24,7 @@ from tracewire_bus.wire.refs import ArrayRef
 
 Engine = Callable[..., Any]
 
-PATIENCE = 30
+PATIENCE = 60
 VECTOR = np.linspace(-1, 1, 8, dtype=np.float32)
 
 

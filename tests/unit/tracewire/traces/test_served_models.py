@@ -11,7 +11,7 @@ import pytest
 from tracewire import Client, UnknownModel
 
 #: Nothing here takes longer; a test that would hang fails instead.
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_models_lists_what_live_engines_serve(client: Client, engine: Callable[..., Any]) -> None:

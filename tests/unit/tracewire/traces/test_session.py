@@ -20,7 +20,7 @@ from tests.support.redis.proxy import proxy
 from tests.support.tasks import all_tasks, in_another_task, task_name
 from tracewire import Client, ClientClosed, ConnectError, TracewireError
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_a_client_is_made_without_io_and_without_a_loop(embedded: str, prefix: str) -> None:

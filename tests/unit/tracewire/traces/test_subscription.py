@@ -17,7 +17,7 @@ from tracewire_bus.domain.fold import Fold
 from tracewire_bus.wire.messages import Final, Set
 
 #: Nothing here takes longer; a test that would hang fails instead.
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_subscriptions_from_any_place_fold_to_the_same(client: Client, engine: Callable[..., Any]) -> None:

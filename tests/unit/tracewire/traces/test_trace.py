@@ -22,7 +22,7 @@ from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_bus.wire.packing import unpack
 
 #: Nothing here takes longer; a test that would hang fails instead.
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_a_handle_that_is_closed_while_it_is_submitted_leaves_no_trace_behind(

@@ -28,7 +28,7 @@ from tracewire import (
 )
 from tracewire_bus.wire.messages import Manifest
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def saving(stage: Stage) -> None:

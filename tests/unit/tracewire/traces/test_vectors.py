@@ -30,7 +30,7 @@ from tracewire_bus.wire.refs import ArrayRef
 
 Engine = Callable[..., Any]
 
-PATIENCE = 30
+PATIENCE = 60
 HIDDEN = 2048
 #: Of an engine that fetches vectors, and of those that do not.
 NEW = {"hidden_size": HIDDEN, "schema": schema_text()}

@@ -22,7 +22,7 @@ from tracewire_bus.wire.packing import unpack
 SCALE = 3.0
 
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 ran = []

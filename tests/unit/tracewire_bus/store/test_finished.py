@@ -17,7 +17,7 @@ from tracewire_bus.bus import Bus, BusError, StreamGone
 from tracewire_bus.events import reader, subscription
 from tracewire_bus.wire.messages import Failure
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 FAILURE = Failure(type="Test", message="for a test")

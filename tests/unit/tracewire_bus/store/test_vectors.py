@@ -19,7 +19,7 @@ from tracewire_bus.store.blobs import CHUNK_BYTES
 from tracewire_bus.store.vectors import KEPT_S, VectorMissing, Vectors
 from tracewire_bus.wire.refs import VECTOR, ArrayRef, is_vector
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 def array(nbytes: int) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ from tracewire_bus.wire.packing import pack
 from tracewire_engine.adapter import block_sources as sources
 from tracewire_engine.adapter.block_sources import Sources
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

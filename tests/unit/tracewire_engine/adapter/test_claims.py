@@ -10,7 +10,7 @@ from tests.support.played_engine import PlayedEngine, adapted
 from tracewire import Client, Final
 from tracewire_bus.bus import Bus
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

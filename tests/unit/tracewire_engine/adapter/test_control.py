@@ -17,7 +17,7 @@ from tracewire import Accepted, Client, Final, Paused
 from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.control import Control
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

@@ -19,7 +19,7 @@ from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.leases import LeaseWatch
 from tracewire_engine.adapter.trace_run import TraceRun
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

@@ -17,7 +17,7 @@ from tests.support.stepping import Gate
 from tracewire import Client, Restarted
 from tracewire_bus.bus import Bus
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 async def test_a_draining_engine_takes_nothing_new_finishes_and_leaves(client: Client, bus: Bus) -> None:

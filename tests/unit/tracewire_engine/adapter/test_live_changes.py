@@ -24,7 +24,7 @@ from tracewire_bus.wire.packing import unpack
 from tracewire_engine.adapter.trace_run import TraceRun
 from tracewire_engine.protocol.messages import Applied, Changes, Report
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

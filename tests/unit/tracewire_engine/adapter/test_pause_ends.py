@@ -21,7 +21,7 @@ from tracewire_engine.adapter.pause_ends import PauseEnds
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun
 
-PATIENCE = 15
+PATIENCE = 60
 
 pytestmark = pytest.mark.usefixtures("registered")
 

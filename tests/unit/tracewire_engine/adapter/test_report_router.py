@@ -15,7 +15,7 @@ from tracewire_bus.bus import Bus
 from tracewire_engine.adapter import pending
 from tracewire_engine.protocol.messages import FinishRecord, Report
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

@@ -41,7 +41,7 @@ async def test_what_engine_core_alone_finds_out_fails_the_trace_and_no_other(
             assert (await good.result()).text == "x"
 
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

@@ -12,7 +12,7 @@ import pytest
 from tracewire_bus.wire.messages import Invoke
 from tracewire_engine.adapter.engine_api import Prepared
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 class Params:

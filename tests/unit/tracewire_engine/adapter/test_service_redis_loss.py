@@ -23,7 +23,7 @@ from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.events import restore
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 @pytest.fixture

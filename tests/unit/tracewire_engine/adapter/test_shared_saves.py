@@ -26,7 +26,7 @@ from tracewire_engine.protocol.messages import (
     StepRecord,
 )
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 def share(**members: int) -> bytes:

@@ -18,7 +18,7 @@ from tracewire_bus.bus import Bus
 from tracewire_engine.adapter.token_strings import TokenStrings
 
 MODEL = Path(__file__).resolve().parents[4] / "examples" / "demo_model" / "model"
-PATIENCE = 20
+PATIENCE = 60
 
 
 @pytest.fixture

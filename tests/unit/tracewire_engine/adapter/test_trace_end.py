@@ -17,7 +17,7 @@ from tracewire_bus.wire.packing import wire
 from tracewire_engine.adapter import pending
 from tracewire_engine.protocol.messages import FinishRecord, Report, StepRecord
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 #: What a played block saves in each step.

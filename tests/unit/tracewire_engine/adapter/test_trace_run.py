@@ -38,7 +38,7 @@ from tracewire_engine.protocol.messages import (
     StepRecord,
 )
 
-PATIENCE = 15
+PATIENCE = 60
 
 
 @pytest.mark.usefixtures("registered")

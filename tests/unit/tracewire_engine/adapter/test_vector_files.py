@@ -21,7 +21,7 @@ from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.vector_files import VectorFiles
 from tracewire_engine.protocol.input_files import vector_path
 
-PATIENCE = 20
+PATIENCE = 60
 
 
 def vector(number: int) -> np.ndarray[Any, Any]:

@@ -74,7 +74,7 @@ def test_workers_that_do_not_say_whether_they_have_taps_are_not_waited_for() -> 
         anyio.run(engine.untapped_graphs)
 
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 async def test_no_call_of_vllm_is_waited_for_without_a_limit() -> None:

@@ -301,10 +301,12 @@ def run_noted(model: HostedModel, blocks: dict[str, str]) -> tuple[dict[str, Out
         return reached
 
     model._begin = begun  # type: ignore[method-assign]
-    for index in range(STEPS):
-        drawn = model.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
-        steps[index] = list(zip(steps[index], drawn.flatten().tolist(), strict=True))
-    model._begin = begin  # type: ignore[method-assign]
+    try:
+        for index in range(STEPS):
+            drawn = model.step(dict.fromkeys(blocks, 2 if index == 0 else 1), index)
+            steps[index] = list(zip(steps[index], drawn.flatten().tolist(), strict=True))
+    finally:
+        model._begin = begin  # type: ignore[method-assign]
     for name in blocks:
         model.finish(name, STEPS)
     model.wait(*blocks)
@@ -331,9 +333,10 @@ def run_steered(
         return stepped(tokens, index)
 
     model.open, model.step = open_live, step  # type: ignore[method-assign]
-    found = run_noted(model, blocks)
-    model.open, model.step = opened, stepped  # type: ignore[method-assign]
-    return found
+    try:
+        return run_noted(model, blocks)
+    finally:
+        model.open, model.step = opened, stepped  # type: ignore[method-assign]
 
 
 #: What `run_noted` returns.
