@@ -298,8 +298,9 @@ class Client(ControlMethods, RecorderMethods, Experiments):
             shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
             token_strings: whether the engine sends a string with each token id.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.
-                `"hold"`: it makes no tokens for the trace until Redis has taken most of them. `"thin"`: it leaves out
-                reads of declared interventions in some steps. `"spill"`: it puts saves into its bulk store (`--bulk`).
+                `"hold"`: it makes no tokens for the trace until Redis has taken most of them, which is the default.
+                `"thin"`: it leaves out reads of declared interventions in some steps. `"spill"`: it puts saves into its
+                bulk store (`--bulk`).
             schedule: changes of live parameters that are part of the trace, by the index of the sampled token from
                 which on each holds, for all prompts and choices: `{20: {"alpha": 8.0}}`. `Steered` events tell them.
             forced_tokens: the first tokens of the output, in place of those that the model samples there (with several
