@@ -13,7 +13,7 @@ import tracewire
 
 __all__ = ["cancelled_among_many"]
 
-TOKENS = 64
+TOKENS = 128
 
 
 @tracewire.intervention
