@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import anyio
@@ -137,6 +138,7 @@ class Intake:
                 checked = await self._checked(entry, seat)
                 if checked is not None:
                     await self._run_trace(entry, scope, *checked)
+                    self.refused.reset()
                     # Not after an error: then the entry comes again, as the same attempt.
                     self._admissions.end(checked[0])
         except Malformed as error:
@@ -382,10 +384,8 @@ class Intake:
         model, engine = self._info.model, self._info.engine
         try:
             with scope:
-                async with AsyncExitStack() as needed:
-                    await _fetch(self._services, submission, run, needed)
+                async with _needs(self._services, submission, run):
                     await run.run()
-            self.refused.reset()
         except (Rejection, LimitExceeded) as error:
             self._services.limit_counts.note(error)
             status, problem = "rejected", refusal(error)
@@ -434,20 +434,22 @@ class Intake:
         self._bus.queue.note_settled(model, entry.trace)
 
 
-async def _fetch(services: RunServices, submission: Submission, run: TraceRun, needed: AsyncExitStack) -> None:
+@asynccontextmanager
+async def _needs(services: RunServices, submission: Submission, run: TraceRun) -> AsyncIterator[None]:
     """Have the inputs and vectors of a trace here. A trace that is to end needs none.
 
     Raises:
         BusError: Redis refuses, or does not answer.
     """
-    if run.is_over:
-        return
-    try:
-        await needed.enter_async_context(services.inputs.of(submission))
-        await needed.enter_async_context(services.vectors.of(submission.interventions))
-    except BusUnavailable:
-        if not run.is_over:
-            raise
+    async with AsyncExitStack() as fetched:
+        try:
+            if not run.is_over():
+                await fetched.enter_async_context(services.inputs.of(submission))
+                await fetched.enter_async_context(services.vectors.of(submission.interventions))
+        except BusUnavailable:
+            if not run.is_over():
+                raise
+        yield
 
 
 def _proven(opened: Opened, gate: Gate, trace: str, owner: Key | None, proofs: LiveProofs | None) -> Opened:

@@ -393,7 +393,7 @@ class TraceRun:
                     one.reads.strings = self._strings
                     one.reads.in_bulk = self._stream.bulk is not None and self._stream.bulk.has_room(_BULK_ROOM)
             try:
-                outputs = await patches.start(invoke, partial(self._start_request, name, ready), lambda: self.is_over)
+                outputs = await patches.start(invoke, partial(self._start_request, name, ready), self.is_over)
             except BaseException:
                 self._pending.pop(name, None)
                 raise
@@ -408,11 +408,10 @@ class TraceRun:
         """Start a request in the engine, paused if the others of the trace are."""
         outputs = await self._engine.start(name, prepared, self._submission.priority)
         await self._request_pause.join(name)
-        if self.is_over:
+        if self.is_over():
             await self._engine.abort(name)
         return outputs
 
-    @property
     def is_over(self) -> bool:
         """Whether the trace is to end."""
         return self._ending is not None or self._broken is not None or self.fenced

@@ -339,7 +339,7 @@ async def test_inputs_that_cannot_be_fetched_hold_no_trace_that_is_to_end(
                 fetching.set()
                 run = adapter._claims.runs[submission.trace]
                 assert isinstance(run, TraceRun)
-                await until(lambda: run.is_over)
+                await until(run.is_over)
                 raise BusUnavailable("Redis is away")
                 yield
 
