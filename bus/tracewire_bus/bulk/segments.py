@@ -100,7 +100,7 @@ class SegmentFolder:
     Attributes:
         nbytes: the size of all its segments.
         traces: the names of the segments of each trace, and their sizes in the folder.
-        archived: the names of the segments that are in the archive instead.
+        archived: the names of the segments that are in the archive.
     """
 
     def __init__(self, path: Path, lock: int, limit: Limit) -> None:
@@ -109,6 +109,9 @@ class SegmentFolder:
         self.nbytes = 0
         self.traces: dict[str, dict[str, int]] = {}
         self.archived: set[str] = set()
+        #: Those of them of which the index says so, and those whose files are gone.
+        self._noted: set[str] = set()
+        self._shed: set[str] = set()
         self._lock = lock
         self._limit = limit
 
@@ -123,12 +126,20 @@ class SegmentFolder:
         """
         path = parent / secrets.token_hex(8)
         path.mkdir(mode=0o700, parents=True)
-        lock = _locked(path)
-        assert lock is not None
-        (path / _INDEX).touch()
-        (path / _BUS).write_text(bus)
-        if socket is not None:
-            (path / _SOCKET).write_bytes(os.fsencode(socket))
+        lock: int | None = None
+        try:
+            lock = _locked(path)
+            assert lock is not None
+            (path / _INDEX).touch()
+            if socket is not None:
+                (path / _SOCKET).write_bytes(os.fsencode(socket))
+            (path / _BUS).write_text(bus)
+        except BaseException:
+            # Nobody would take it over or remove it.
+            shutil.rmtree(path, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+            raise
         return cls(path, lock, limit)
 
     @classmethod
@@ -140,14 +151,22 @@ class SegmentFolder:
                 if not _NAME.fullmatch(path.name) or (path / _BUS).read_text() != bus:
                     continue
                 lock = _locked(path)
-            except OSError as error:
+                if lock is not None:
+                    found.append(cls._adopted(path, lock, limit))
+            except (OSError, UnicodeDecodeError) as error:
                 logger.debug("%s is no store that this engine can take over: %s", path, error)
-                continue
-            if lock is not None:
-                store = cls(path, lock, limit)
-                store._read_index()
-                found.append(store)
         return found
+
+    @classmethod
+    def _adopted(cls, path: Path, lock: int, limit: Limit) -> Self:
+        store = cls(path, lock, limit)
+        try:
+            store._read_index()
+        except BaseException:
+            store._grow(-store.nbytes)
+            os.close(lock)
+            raise
+        return store
 
     @classmethod
     def sweep(cls, parent: Path) -> int:
@@ -177,7 +196,8 @@ class SegmentFolder:
             try:
                 name, trace, *archived = json.loads(line)
                 if archived:
-                    self.archived.add(name)
+                    for names in (self.archived, self._noted, self._shed):
+                        names.add(name)
                     self._grow(-self.traces.setdefault(trace, {}).get(name, 0))
                     self.traces[trace][name] = 0
                     continue
@@ -228,17 +248,33 @@ class SegmentFolder:
         finally:
             os.close(file)
 
+    def kept(self, trace: str) -> list[str]:
+        """A trace's segments that were not `shed`."""
+        return [name for name in self.traces.get(trace, ()) if name not in self._noted or name not in self._shed]
+
     def shed(self, trace: str, segment: str) -> None:
-        """Remove a segment's file, because the archive has it.
+        """Remove a segment's file, because the archive has it, and note that in the index.
 
         Raises:
-            OSError: the index cannot be written. The file is still there.
+            OSError: the file cannot be removed, or the index not written. A later call does what is left.
         """
-        size = self.traces[trace][segment]
-        self._note(segment, trace, "archived")
-        self.archived.add(segment)
-        self.traces[trace][segment] = 0
+        try:
+            self._note_archived(trace, segment)
+        except OSError:
+            # A full file system may have room for the note once the file is gone.
+            self._unlink(trace, segment)
+            self._note_archived(trace, segment)
+        self._unlink(trace, segment)
+
+    def _note_archived(self, trace: str, segment: str) -> None:
+        if segment not in self._noted:
+            self._note(segment, trace, "archived")
+            self._noted.add(segment)
+
+    def _unlink(self, trace: str, segment: str) -> None:
         (self.path / segment).unlink(missing_ok=True)
+        self._shed.add(segment)
+        size, self.traces[trace][segment] = self.traces[trace][segment], 0
         self._grow(-size)
 
     def grew(self, segment: Segment) -> None:
@@ -255,7 +291,8 @@ class SegmentFolder:
         left = self.traces.get(trace, {})
         for name, size in list(left.items()):
             (self.path / name).unlink(missing_ok=True)
-            self.archived.discard(name)
+            for names in (self.archived, self._noted, self._shed):
+                names.discard(name)
             del left[name]
             self._grow(-size)
         self.traces.pop(trace, None)

@@ -165,18 +165,21 @@ class BulkWriter:
 
     def of_trace(self, trace: str) -> TraceBulk:
         """The place for the large saves of one attempt of a trace. The caller closes it."""
-        self._running.add(trace)
         return TraceBulk(self, trace)
 
     def open(self, trace: str) -> Segment:
-        """A new segment of a trace.
+        """A new segment of a trace, which stays until `ended` is called.
 
         Raises:
             OSError: no file can be made.
         """
         if self._own is None:
             raise OSError(errno.ENOENT, "the bulk store is not open")
-        return self._own.open(trace)
+        segment = self._own.open(trace)
+        # The end of an earlier attempt is none of this one.
+        self._ended.pop(trace, None)
+        self._running.add(trace)
+        return segment
 
     async def append(self, segment: Segment, data: Pieces) -> int:
         """Append bytes to a segment. Returns the offset at which they begin.
@@ -256,11 +259,13 @@ class BulkWriter:
     async def _remove(self, trace: str) -> bool:
         """Remove a trace's segments. Returns whether all of them are gone."""
         for store in self._stores.values():
-            moved = store.archived.intersection(store.traces.get(trace, ()))
             try:
-                for segment in moved:
+                # Meanwhile another segment of the trace may come there.
+                while moved := store.archived.intersection(store.traces.get(trace, ())):
                     if self._archive is not None:
-                        await anyio.to_thread.run_sync(self._archive.remove, store.store, segment)
+                        for segment in moved:
+                            await anyio.to_thread.run_sync(self._archive.remove, store.store, segment)
+                    store.archived -= moved
                 store.forget(trace)
             except (ArchiveError, OSError) as error:
                 logger.log(self._removals.level, "segments of dropped traces stay for now: %s", error)
@@ -275,14 +280,17 @@ class BulkWriter:
             before = time.monotonic() - ARCHIVE_S
             for trace in [trace for trace, ended in self._ended.items() if ended <= before]:
                 for store in list(self._stores.values()):
-                    for segment in set(store.traces.get(trace, ())) - store.archived:
-                        await self._move(archive, store, trace, segment)
+                    for segment in store.kept(trace):
+                        if trace not in self._running:
+                            await self._move(archive, store, trace, segment)
             await anyio.sleep(LOOK_S)
 
     async def _move(self, archive: Archive, store: SegmentFolder, trace: str, segment: str) -> None:
         try:
-            await anyio.to_thread.run_sync(archive.put, store.store, segment, store.path / segment)
+            if segment not in store.archived:
+                await anyio.to_thread.run_sync(archive.put, store.store, segment, store.path / segment)
             if segment in store.traces.get(trace, ()):
+                store.archived.add(segment)
                 store.shed(trace, segment)
             else:
                 # Redis has dropped the trace meanwhile.

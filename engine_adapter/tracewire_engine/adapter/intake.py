@@ -138,7 +138,6 @@ class Intake:
                 checked = await self._checked(entry, seat)
                 if checked is not None:
                     await self._run_trace(entry, scope, *checked)
-                    self.refused.reset()
                     # Not after an error: then the entry comes again, as the same attempt.
                     self._admissions.end(checked[0])
         except Malformed as error:
@@ -384,7 +383,7 @@ class Intake:
         model, engine = self._info.model, self._info.engine
         try:
             with scope:
-                async with _needs(self._services, submission, run):
+                async with _needs(self._services, submission, run, self.refused):
                     await run.run()
         except (Rejection, LimitExceeded) as error:
             self._services.limit_counts.note(error)
@@ -435,8 +434,10 @@ class Intake:
 
 
 @asynccontextmanager
-async def _needs(services: RunServices, submission: Submission, run: TraceRun) -> AsyncIterator[None]:
+async def _needs(services: RunServices, submission: Submission, run: TraceRun, refused: Backoff) -> AsyncIterator[None]:
     """Have the inputs and vectors of a trace here. A trace that is to end needs none.
+
+    Resets `refused` once they are.
 
     Raises:
         BusError: Redis refuses, or does not answer.
@@ -446,9 +447,10 @@ async def _needs(services: RunServices, submission: Submission, run: TraceRun) -
             if not run.is_over():
                 await fetched.enter_async_context(services.inputs.of(submission))
                 await fetched.enter_async_context(services.vectors.of(submission.interventions))
-        except BusUnavailable:
+        except BusError:
             if not run.is_over():
                 raise
+        refused.reset()
         yield
 
 

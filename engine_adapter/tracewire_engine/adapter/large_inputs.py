@@ -17,6 +17,7 @@ import anyio
 
 from tracewire_bus.domain.limit_table import DEFAULTS, LimitExceeded
 from tracewire_bus.store.blobs import BlobMissing, Blobs
+from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, NO_MEDIA, Submission
 from tracewire_bus.wire.packing import unpack
 from tracewire_bus.wire.refs import ArrayRef
@@ -117,6 +118,9 @@ class Inputs:
                     await anyio.to_thread.run_sync(out.write, chunk)
         except BlobMissing as error:
             raise Rejection(field, f"its value, {ref!r}, cannot be fetched: {error}") from error
+        except BusUnavailable:
+            # An OSError, too, but none of this engine's disk.
+            raise
         except OSError as error:
             raise Rejection(field, f"this engine cannot store its value, {ref!r}: {error}") from error
 

@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from tracewire_bus.domain.intervention_checks import DeclarationError, array_fields, check_content
 from tracewire_bus.store.vectors import MISSING, VectorMissing, Vectors
+from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.arrays import raw_bytes
 from tracewire_bus.wire.messages import Declared
 from tracewire_bus.wire.refs import ArrayRef
@@ -130,6 +131,9 @@ class VectorFiles:
             raise _missing(field, ref, str(error)) from error
         except DeclarationError as error:
             raise Rejection(error.field, error.message) from error
+        except BusUnavailable:
+            # An OSError, too, but none of this engine's disk.
+            raise
         except OSError as error:
             raise Rejection(field, f"this engine cannot store its value, {ref!r}: {error}") from error
 

@@ -170,11 +170,10 @@ class ResponseEvents:
         if delta.reasoning:
             yield from self._grow("reasoning", delta.reasoning)
         if delta.content or not (delta.reasoning or delta.tool_calls):
-            own = self._answer.logprobs(piece)
-            if delta.content and self._item is not None and self._item["type"] != "message":
-                # Those before its first text ended the reasoning, or a call.
-                self._waiting = _within(self._waiting, len(delta.content) - _length(own))
-            self._waiting += own
+            self._waiting += self._answer.logprobs(piece)
+            if delta.content and (self._item is None or self._item["type"] != "message"):
+                # Others end the reasoning, or a call.
+                self._waiting = _spelling(self._waiting, delta.content)
         if delta.content:
             yield from self._grow("message", delta.content)
         for call in delta.tool_calls:
@@ -265,13 +264,12 @@ class ResponseEvents:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
-def _within(logprobs: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """The last of these logprobs, whose tokens are together no longer than a text of this length."""
-    first = len(logprobs)
-    while first and _length(logprobs[first - 1 :]) <= length:
-        first -= 1
-    return logprobs[first:]
-
-
-def _length(logprobs: list[dict[str, Any]]) -> int:
-    return sum(len(one["token"]) for one in logprobs)
+def _spelling(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The last of these logprobs whose tokens are a text; all of them if none are."""
+    for first in reversed(range(len(logprobs))):
+        spelt = ""
+        for last in range(first, len(logprobs)):
+            spelt += logprobs[last]["token"]
+            if spelt == text:
+                return logprobs[first : last + 1]
+    return logprobs

@@ -109,6 +109,22 @@ def test_the_logprobs_of_marks_are_in_no_message() -> None:
     assert tokens == [["Hel", "lo"], ["x", "y"]]
 
 
+def test_the_logprobs_of_marks_that_come_with_a_text_are_in_no_message() -> None:
+    asked = ResponsesBody(model="m", input="x")
+
+    def begun_by(*tokens: str, **delta: Any) -> list[str]:
+        events = ResponseEvents(ResponseAnswer("t", "m", 5, choices=1, top=0, ids=False, asked=asked))
+        logprobs = [{1: (-0.5, 1, token)} for token in tokens]
+        ids = [1] * len(tokens)
+        found = list(events.added(Piece(0, 0, 0, "", ids, logprobs, Values(), None, None, MessageDelta(**delta))))
+        return [one["token"] for one in found[-1]["logprobs"]]
+
+    assert begun_by("</think>", "Hel", "lo", content="Hello") == ["Hel", "lo"]
+    assert begun_by("r", "</think>", "Hi", reasoning="r", content="Hi") == ["Hi"]
+    # A character of several tokens: none of them has it.
+    assert begun_by("\ufffd", "\ufffd", content="é") == ["\ufffd", "\ufffd"]
+
+
 def test_a_stream_without_output_has_an_empty_message() -> None:
     events = ResponseEvents(answer())
     kinds = [one["type"].removeprefix("response.") for one in events.end(Usage())]

@@ -185,6 +185,53 @@ def test_the_store_of_a_dead_engine_is_taken_over(tmp_path: Path, store: Segment
     assert (limit.nbytes, adopted.nbytes) == (0, 0)
 
 
+def test_a_damaged_store_stops_nobody(tmp_path: Path, store: SegmentFolder) -> None:
+    damaged = SegmentFolder.create(tmp_path, "bus", Limit(100))
+    segments = [one.open("t") for one in (store, damaged)]
+    (damaged.path / "index").unlink()
+    left(store, segments[0])
+    left(damaged, segments[1])
+    opened, limit = len(os.listdir("/proc/self/fd")), Limit(100)
+    (adopted,) = SegmentFolder.adopt(tmp_path, "bus", limit)
+    assert (adopted.store, limit.nbytes) == (store.store, 0)
+    assert len(os.listdir("/proc/self/fd")) == opened + 1
+
+
+def test_a_store_that_a_disk_has_no_room_for_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        SegmentFolder.create(tmp_path, "bus", Limit(100))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_full_disk_is_freed_of_what_the_archive_has(
+    tmp_path: Path, store: SegmentFolder, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = store.open("t")
+    segment.append(Pieces([bytes(10)]))
+    segment.close()
+    note, notes = store._note, []
+
+    def full_until_one_is_gone(*line: str) -> None:
+        notes.append(line)
+        if (store.path / segment.name).exists():
+            raise OSError(28, "No space left on device")
+        note(*line)
+
+    monkeypatch.setattr(store, "_note", full_until_one_is_gone)
+    assert store.kept("t") == [segment.name]
+    store.shed("t", segment.name)
+    assert (files(store), store.kept("t"), limit.nbytes, len(notes)) == (set(), [], 0, 2)
+    left(store)
+    (adopted,) = SegmentFolder.adopt(tmp_path, "bus", Limit(100))
+    assert (adopted.archived, adopted.kept("t")) == ({segment.name}, [])
+
+
 def test_a_store_is_removed_once_its_engine_and_its_private_redis_are_gone(tmp_path: Path, limit: Limit) -> None:
     socket, parent = tmp_path / "redis.sock", tmp_path / "stores"
     socket.touch()

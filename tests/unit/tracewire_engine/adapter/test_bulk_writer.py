@@ -15,6 +15,8 @@ import anyio
 import anyio.to_thread
 import fsspec
 import pytest
+from msgspec import Raw
+from msgspec.msgpack import encode
 
 import tracewire
 from tests.support import ROOT
@@ -25,10 +27,13 @@ from tests.support.stepping import PATIENCE, Gate
 from tests.support.until import until
 from tracewire import Client, Gap, Output, Result
 from tracewire_bus.bulk import reader
+from tracewire_bus.bulk.archive import Archive
 from tracewire_bus.bulk.segments import SegmentFolder
 from tracewire_bus.bus import FINAL_ID, Bus
+from tracewire_bus.wire.bulk_ranges import BulkRange, bulk_digest, bulk_range
+from tracewire_bus.wire.pieces import Pieces
 from tracewire_engine.adapter import bulk_writer
-from tracewire_engine.adapter.bulk_writer import BulkSettings, check_archive, check_folder
+from tracewire_engine.adapter.bulk_writer import BulkSettings, BulkWriter, TraceBulk, check_archive, check_folder
 
 TOKENS = 40
 
@@ -364,6 +369,90 @@ async def test_an_archive_that_refuses_loses_nothing(
         archive.unlink()
         await until(lambda: archived(archive) and not segments(folder))
         whole(await client.get_state("t"))
+
+
+def saved(text: bytes) -> list[Raw | Pieces]:
+    """The deltas of an output of one step."""
+    return [Raw(encode(text * 20))]
+
+
+async def put(place: TraceBulk, text: bytes) -> BulkRange:
+    """Put an output's saves there."""
+    taken = await place.take(saved(text))
+    assert taken is not None
+    where = bulk_range(taken)
+    assert where is not None
+    return where
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_segments_of_a_trace_that_runs_again_move_when_it_has_ended(bus: Bus, tmp_path: Path) -> None:
+    """An engine has died, and the next one runs its trace."""
+    archive, folder = tmp_path / "archive", tmp_path / "bulk"
+    settings = bulk(folder, archive=str(archive))
+    first, second = BulkWriter(bus, settings), BulkWriter(bus, settings)
+    first.start()
+    for trace in ("runs", "ended"):
+        place = first.of_trace(trace)
+        await put(place, b"first")
+        place.close()
+    first.close()
+    second.start()
+    place = second.of_trace("runs")
+    ranges = [await put(place, b"again")]
+    async with anyio.create_task_group() as group:
+        group.start_soon(second._move_ended, second._archive)
+        await until(lambda: archived(archive))
+        # The other one's would have been moved before.
+        assert len(archived(archive)) == 1
+        ranges.append(await put(place, b"later"))
+        for where in ranges:
+            found = await second._read(where.store, where.segment, where.offset, where.nbytes)
+            assert found is not None
+            assert bulk_digest(found) == where.digest
+        place.close()
+        await until(lambda: len(archived(archive)) == 3 and not segments(folder))
+        group.cancel_scope.cancel()
+    # A trace that saves nothing is none that runs.
+    second.of_trace("rejected")
+    assert not second._running
+    second.close()
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_what_the_archive_has_is_not_sent_again(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, folder, puts = tmp_path / "archive", tmp_path / "bulk", []
+    writer = BulkWriter(bus, bulk(folder, archive=str(archive)))
+    writer.start()
+    place = writer.of_trace("t")
+    await put(place, b"saved")
+    place.close()
+    (store,) = writer._stores.values()
+    keep, tries = Archive.put, []
+
+    def counted(self: Archive, *of: Any) -> None:
+        puts.append(of)
+        keep(self, *of)
+
+    def refused(*_: object) -> None:
+        tries.append(1)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Archive, "put", counted)
+    async with anyio.create_task_group() as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "shed", refused)
+            group.start_soon(writer._move_ended, writer._archive)
+            await until(lambda: len(tries) >= 3)
+        await until(lambda: not segments(folder))
+        group.cancel_scope.cancel()
+    assert len(puts) == len(archived(archive)) == 1
+    # Redis has dropped the trace.
+    assert await writer._remove("t")
+    assert not archived(archive)
+    writer.close()
 
 
 @pytest.mark.usefixtures("at_once")

@@ -327,7 +327,7 @@ async def test_inputs_that_cannot_be_fetched_hold_no_trace_that_is_to_end(
 ) -> None:
     tries, fetching = [], anyio.Event()
     monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
-    limits = Limits(deadline_s=0.5) if how == "expired" else Limits()
+    limits = Limits(deadline_s=2) if how == "expired" else Limits()
     with anyio.fail_after(PATIENCE):
         async with adapted(embedded, prefix, PlayedEngine(), limits=limits) as adapter:
 

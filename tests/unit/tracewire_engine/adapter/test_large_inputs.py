@@ -3,6 +3,7 @@
 # ruff: noqa: ASYNC240
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from tests.support.equality import equal
 from tracewire_bus.bus import Bus
+from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.messages import MAX_MEDIA_BYTES, Block, Invoke, Submission
 from tracewire_bus.wire.packing import pack
 from tracewire_bus.wire.refs import ArrayRef
@@ -60,6 +62,23 @@ async def test_a_missing_variable_is_a_rejection_that_names_it(bus: Bus, tmp_pat
     assert caught.value.failure.field == "variables.lost"
     assert "cannot be fetched" in caught.value.failure.message
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_redis_that_is_away_is_no_fault_of_a_variable(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = await bus.blobs.store("t", np.ones(100_000), "w")
+
+    async def away(*_: Any) -> AsyncIterator[bytes]:
+        raise BusUnavailable("Redis does not answer")
+        yield b""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bus.blobs, "chunks", away)
+        with pytest.raises(BusUnavailable):
+            await Inputs(bus.blobs, tmp_path).of(submission("t", {"w": ref})).__aenter__()
+    async with Inputs(bus.blobs, tmp_path).of(submission("t", {"w": ref})):
+        assert input_path(tmp_path, ref).exists()
 
 
 async def test_a_submission_that_cannot_be_decoded_is_left_to_the_workers(bus: Bus, tmp_path: Path) -> None:

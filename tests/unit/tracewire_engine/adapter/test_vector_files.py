@@ -14,6 +14,7 @@ from tests.support.vectors import encoded
 from tests.unit.tracewire_engine.worker.test_remote_inputs import Carried
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.vectors import MISSING, Vectors
+from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Probe, Steer, StopWhen
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter import vector_files
@@ -107,6 +108,22 @@ async def test_a_bad_vector_is_a_rejection_that_names_its_field(
             assert caught.value.failure.type == MISSING
         assert not list(tmp_path.iterdir())
     assert not files._files
+
+
+async def test_a_redis_that_is_away_is_no_fault_of_a_vector(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, ref = VectorFiles(bus.vectors, tmp_path), await stored(bus, vector(0))
+
+    async def away(*_: Any) -> Any:
+        raise BusUnavailable("Redis does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Vectors, "fetch", away)
+        with pytest.raises(BusUnavailable):
+            await files.of(steers(ref)).__aenter__()
+    async with files.of(steers(ref)):
+        assert vector_path(tmp_path, ref).exists()
 
 
 async def test_a_made_up_dtype_or_shape_does_not_reach_the_workers(bus: Bus, tmp_path: Path) -> None:
