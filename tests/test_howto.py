@@ -77,7 +77,7 @@ async def test_the_tutorial(url: str, capsys: pytest.CaptureFixture[str]) -> Non
         values = await run_page(DOCS / "tutorial.md", scope, redis=url, gateway=served.url)
     (table,) = [value for value in values if value is not None and hasattr(value, "columns")]
     assert list(table.columns) == ["token_id", "projection"]
-    assert len(table) == 200
+    assert len(table) == 500
     said = capsys.readouterr().out
     assert f"{LAYERS} layers of {HIDDEN}" in said
     assert f"(16, {HIDDEN})" in said
