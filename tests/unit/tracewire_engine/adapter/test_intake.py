@@ -186,14 +186,18 @@ async def test_what_could_not_be_answered_while_redis_was_away_is_later(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(bus.records, "end", away)
+    ended = []
     async with serving(bus, free()) as adapter:
-        monkeypatch.setattr(adapter._intake, "_checked", defect)
+        monkeypatch.setattr(adapter._intake, "_run_trace", defect)
+        monkeypatch.setattr(adapter._intake._admissions, "end", lambda _: ended.append(asked))
         await client.models.get("tiny", timeout=PATIENCE)
         async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
             with anyio.fail_after(PATIENCE), pytest.raises(tracewire.TraceFailed, match="a defect"):
                 await trace.result()
         await until(lambda: _empty(bus))
     assert asked == 2
+    # Not before: the entry would come again as a replay of itself.
+    assert ended == [2]
 
 
 async def _empty(bus: Bus) -> bool:
