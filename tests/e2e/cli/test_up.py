@@ -122,7 +122,7 @@ def left_of(below: list[psutil.Process]) -> list[psutil.Process]:
             return process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    _, alive = psutil.wait_procs(below, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(below, timeout=1)
     return [one for one in alive if lives(one)]
 
 

@@ -33,7 +33,7 @@ BLOCKS = 48
 async def test_what_inline_mode_contains_harms_nobody(tmp_path: Path) -> None:
     async with trial(tmp_path, *mode_options("inline")) as running:
         for name in FEW:
-            verdict = await running.judge(KINDS[name], measures=False)
+            verdict = await running.judge(KINDS[name])
             found = (verdict.harmed, verdict.restarted, verdict.hung, verdict.left, verdict.unmet, verdict.stole)
             assert found == ([], False, False, [], "", False), verdict
         found = await fuzz.run_fuzz(running, "inline", BLOCKS, seed=1)

@@ -221,11 +221,8 @@ class Trial:
         await until(forgotten)
         await self.begin()
 
-    async def judge(self, kind: Kind, *, measures: bool = True) -> Verdict:
-        """Try a kind. If it leaves the engine changed, the engine is started anew.
-
-        Without `measures`, a pause of other traces is not measured again: the verdict has the first one.
-        """
+    async def judge(self, kind: Kind) -> Verdict:
+        """Try a kind. If it leaves the engine changed, the engine is started anew."""
         victim = self._folder / "victim"
         victim.unlink(missing_ok=True)
         victim.write_text(CANARY)
@@ -251,9 +248,7 @@ class Trial:
         if not verdict.restarted:
             await self._look(verdict, victim, before, memory)
             verdict.restarted = self.engine.model_processes() != before
-        if (measures and verdict.outcome == "stalled") or (
-            verdict.late and not verdict.harmed and not verdict.restarted
-        ):
+        if verdict.outcome == "stalled" or (verdict.late and not verdict.harmed and not verdict.restarted):
             await self._measure_again(kind, verdict)
         if verdict.restarted or verdict.harmed:
             await self.again()
