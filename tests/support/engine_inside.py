@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 
@@ -29,8 +30,14 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
     `check_collect=False` is among them, as it must be where nnsight cannot: on several stages.
     """
     check_expected()
-    before = dict(os.environ)
-    os.environ.update(VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1")
+    # Whatever vLLM sets besides is undone, too.
+    with patch.dict(os.environ, VLLM_CPU_ATTN_SPLIT_KV="0", VLLM_NO_USAGE_STATS="1"):
+        async with _engine(model, name, options) as started:
+            yield started
+
+
+@asynccontextmanager
+async def _engine(model: Any, name: str, options: dict[str, Any]) -> AsyncIterator[tuple[Any, str]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from tracewire_engine.adapter.service import Adapter, Settings
@@ -61,12 +68,7 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
         settings = {"blocks": engine_process.blocks_run, **settings, "check_collect": False}
     arguments = AsyncEngineArgs(model=str(model or demo_model()), **options)
     with LinkReceiver() as link, BlobReceiver(link.address) as large:
-        try:
-            traced = build_engine(arguments, link.address, taps, WorkerSettings(**settings))
-        except BaseException:
-            os.environ.clear()
-            os.environ.update(before)
-            raise
+        traced = build_engine(arguments, link.address, taps, WorkerSettings(**settings))
         engine = Noting(traced, link, large)
         engine.started = []
         try:
@@ -79,8 +81,6 @@ async def engine_inside(*, model: Any = None, name: str = "demo", **options: Any
         finally:
             traced.vllm_entrypoint.shutdown()
             traced.vllm_entrypoint = engine.llm = None
-            os.environ.clear()
-            os.environ.update(before)
 
 
 async def counts(engine: Any) -> dict[str, int]:

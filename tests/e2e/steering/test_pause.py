@@ -145,7 +145,7 @@ async def test_one_rests_and_another_goes_on(engine: Any, client: Client, model:
     alone = await (await start(engine, client, model, reads, **options)).result()
     one = await start(engine, client, model, reads, **options)
     await one.until(8)
-    other = await start(engine, client, model, blocks.two_names, max_tokens=300, prompt="import os\n")
+    other = await start(engine, client, model, blocks.two_names, max_tokens=400, prompt="import os\n")
     await other.until(8)
     assert await engine.pause(one.name)
     await one.rest()
@@ -156,7 +156,7 @@ async def test_one_rests_and_another_goes_on(engine: Any, client: Client, model:
     assert await engine.resume(one.name)
     assert not await engine.resume(one.name)
     same(await one.result(), alone)
-    assert len((await other.result()).token_ids) == 300
+    assert len((await other.result()).token_ids) == 400
 
 
 async def test_an_engine_of_paused_requests_idles_and_has_told_all(engine: Any, client: Client, model: Model) -> None:
