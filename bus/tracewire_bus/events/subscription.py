@@ -210,6 +210,7 @@ class Subscription:
         self._yielded = "" if since in ("start", "now", "recent") else since
         self._arrived = Signal()
         self._missing = Backoff(0.05, 0.5)
+        self._outage = Backoff()
         self._guard = anyio.ResourceGuard("reading from")
         self._attached = False
         self._over = False
@@ -317,8 +318,9 @@ class Subscription:
         try:
             snapshot = await self._resync()
         except BusUnavailable as error:
-            outages.warning("a subscription waits for Redis: %s", error)
+            await self._wait_for_redis(error)
             return None
+        self._outage.reset()
         if self._closed:
             return None
         since = self._yielded or ("start" if self._reached == (0, 0) else f"{self._reached[0]}-{self._reached[1]}")
@@ -348,8 +350,9 @@ class Subscription:
             )
         except BusUnavailable as error:
             # A consumer waits longer than the bus does.
-            outages.warning("a subscription waits for Redis: %s", error)
+            await self._wait_for_redis(error)
             return
+        self._outage.reset()
         if self._closed:
             return
         page = parse_entries(reply[0][1]) if reply else []
@@ -383,7 +386,7 @@ class Subscription:
             # Two commands: while a slot is being moved, a command on two keys is refused.
             there = sum(await self._connections.commands(("EXISTS", self.key), ("EXISTS", self.record)))
         except BusUnavailable as error:
-            outages.warning("a subscription waits for Redis: %s", error)
+            await self._wait_for_redis(error)
             return True
         if there or not self.known:
             self.known = self.known or bool(there)
@@ -396,6 +399,14 @@ class Subscription:
             raise StreamGone(self.key, self._yielded or "start")
         await anyio.sleep(min(self._missing.next(), GONE_S))
         return True
+
+    async def _wait_for_redis(self, error: BusUnavailable) -> None:
+        """Pause before the next try, or until the subscription is closed."""
+        pause = self._outage.next()
+        outages.log(self._outage.level, "a subscription waits for Redis: %s", error)
+        with anyio.move_on_after(pause):
+            while not self._closed:
+                await self._arrived.wait()
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 

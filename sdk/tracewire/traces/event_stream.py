@@ -54,7 +54,9 @@ class EventStream(Reader, Generic[E]):
 
         The pieces together are the choice's text, each part of it once: also where the trace runs again after its
         engine was lost, and where events were trimmed before they were read. Each item is read once: this and iterating
-        share the items.
+        share the items. A stream that begins behind the first token has the text from there on; if the events at its
+        beginning were trimmed, or if the trace runs again before the first piece came, it has the text from the first
+        token on.
 
         Raises:
             AmbiguousResult: the trace has several choices, and the arguments name none.
@@ -76,6 +78,8 @@ class _Text:
         self._trace_id = trace_id
         self._named = invoke is not None or choice is not None
         self._wanted = (invoke or 0, choice or 0)
+        #: The index of the first token whose text was handed out; None before that.
+        self._first: int | None = None
         #: The text handed out so far, in pieces.
         self._handed: list[str] = []
         #: How many characters an attempt that repeats the text has put out; None once it has caught up.
@@ -89,7 +93,9 @@ class _Text:
                 if where != self._wanted:
                     self._check(where)
                     return ""
-                return self._add(event.text)
+                if self._first is None:
+                    self._first = event.index
+                return self._add(self._from_first(event.text, event.index, len(event.token_ids)))
             case "gap":
                 return self._whole(event.state)
             case "restarted":
@@ -108,12 +114,22 @@ class _Text:
             )
 
     def _whole(self, state: State) -> str:
-        found = {(one.invoke, one.choice): one.text for invoke in state.invokes for one in invoke.choices}
+        found = {(one.invoke, one.choice): one for invoke in state.invokes for one in invoke.choices}
         for where in found:
             if where != self._wanted:
                 self._check(where)
         self._repeated = 0
-        return self._add(found.get(self._wanted, ""))
+        self._first = self._first or 0
+        choice = found.get(self._wanted)
+        return "" if choice is None else self._add(self._from_first(choice.text, 0, len(choice.token_ids)))
+
+    def _from_first(self, text: str, index: int, count: int) -> str:
+        """The text of `count` tokens from `index` on, without that of tokens before the first one handed out."""
+        assert self._first is not None
+        before = self._first - index
+        if before <= 0:
+            return text
+        return "" if before >= count else text[_begin(text, "".join(self._handed), len(text) * before / count) :]
 
     def _add(self, text: str) -> str:
         if self._repeated is not None:
@@ -129,3 +145,19 @@ class _Text:
         if text:
             self._handed.append(text)
         return text
+
+
+def _begin(text: str, handed: str, about: float) -> int:
+    """Where in a text of several tokens the handed-out text begins, which is `about` at that character.
+
+    Only the text itself shows where a token begins. If the handed-out text is there more than once, the place next to
+    `about` counts. If it goes on behind the text, as much of it as is there does.
+    """
+    found, at = [], text.find(handed)
+    while at >= 0:
+        found.append(at)
+        at = text.find(handed, at + 1)
+    if found:
+        return min(found, key=lambda at: abs(at - about))
+    later = range(max(0, len(text) - len(handed)), len(text))
+    return next((at for at in later if text[at] == handed[0] and handed.startswith(text[at:])), round(about))

@@ -150,6 +150,89 @@ def test_text_that_was_trimmed_is_handed_out_from_the_state() -> None:
     assert text.piece(Output(attempt=1, seq=4, text=" four")) == " four"
 
 
+@pytest.mark.parametrize(
+    "again", [["one ", "two ", "three ", "four"], ["one two ", "three four"], ["one two three ", "four"]]
+)
+async def test_text_from_the_middle_goes_on_where_a_trace_runs_again(
+    client: Client, engine: Any, again: list[str]
+) -> None:
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for text in ("one ", "two "):
+            await stage.output(text)
+        await going.wait()
+        await stage.output("three ")
+        await stage.restart("its engine died")
+        await stage.accept()
+        for text in again:
+            await stage.output(text, *[[] for _ in text.split()])
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "x") as trace:
+        with anyio.fail_after(PATIENCE):
+            outputs = trace.outputs()
+            while (await anext(outputs)).text != "two ":
+                pass
+        async with client.subscribe(trace.id, since="now") as live, client.subscribe(trace.id, since="1-1") as later:
+            going.set()
+            assert "".join(await all_of(live.text_stream())) == "three four"
+            assert "".join(await all_of(later.text_stream())) == "two three four"
+            assert "".join(await all_of(trace.text_stream())) == "three four"
+
+
+async def test_a_stream_from_the_middle_whose_trace_runs_again_before_it_had_a_piece(
+    client: Client, engine: Any
+) -> None:
+    going = anyio.Event()
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one ")
+        await going.wait()
+        await stage.restart("its engine died")
+        await stage.accept()
+        for text in ("one ", "two"):
+            await stage.output(text)
+        await stage.final()
+
+    async with engine(script), client.trace("tiny", "x") as trace:
+        await trace.accepted()
+        await anext(trace.outputs())
+        async with client.subscribe(trace.id, since="now") as live:
+            going.set()
+            assert await all_of(live.text_stream()) == ["one ", "two"]
+
+
+def _gap(text: str, count: int, *, attempt: int = 1) -> tracewire.Gap:
+    held = HeldChoice(0, 0, list(range(count)), text, None, None, {})
+    stored = Stored(attempt, count, schema_text(), encode(Snapshot(attempt=attempt, seq=count, choices=[held])))
+    return tracewire.Gap("t", EntryGap("1-1", f"{attempt}-{count}", stored), None)
+
+
+def _output(index: int, text: str, *, attempt: int = 1) -> Output:
+    return Output(attempt=attempt, seq=index + 1, index=index, token_ids=[index], text=text)
+
+
+def test_text_from_the_middle_goes_on_behind_trimmed_events() -> None:
+    text = _Text("t", None, None)
+    assert text.piece(_output(2, "na")) == "na"
+    # "na" is in the state twice: the third token's is the second one.
+    assert text.piece(_gap("banana split", 4)) == " split"
+    assert text.piece(_output(4, "!")) == "!"
+
+
+def test_text_from_the_middle_goes_on_where_the_new_attempts_events_were_trimmed() -> None:
+    text = _Text("t", None, None)
+    assert text.piece(_output(2, "two ")) + text.piece(_output(3, "three ")) == "two three "
+    # The state ends before the first token that was handed out.
+    assert text.piece(_gap("zero one ", 2, attempt=2)) == ""
+    assert text.piece(_output(2, "two ", attempt=2)) == ""
+    assert text.piece(_output(3, "three ", attempt=2)) == ""
+    assert text.piece(_output(4, "four", attempt=2)) == "four"
+
+
 async def test_a_handle_shows_what_its_trace_does(client: Client, engine: Any) -> None:
     going = anyio.Event()
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import logging
+from pathlib import Path
 
 import anyio
 import pytest
 
+from tests.support.redis.proxy import proxy
 from tests.support.streams import anext_is_waited_for, assert_whole, rest, until_blocked, write
 from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, Entry
-from tracewire_bus.events.subscription import RECENT
+from tracewire_bus.events.subscription import PAGE, RECENT
+from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.wire.codec import schema_text
 
 
@@ -177,3 +181,60 @@ async def test_a_subscription_that_was_dropped_is_forgotten(bus: Bus) -> None:
     async with bus.writer() as writer:
         await writer.append("t", 1, 0, b"")
         await until(lambda: _is(not reader._streams))
+
+
+async def test_a_consumer_without_patience_pauses_before_it_asks_an_absent_redis_again(
+    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "tracewire.outages")
+    async with bus.writer() as writer:
+        await write(writer, "t", 2 * PAGE)
+    entries: list[Entry] = []
+    async with (
+        proxy(bus.url, tmp_path) as way,
+        Bus.open(way.url, prefix=bus.keys.prefix, patience_s=0.0) as far,
+        far.read("t") as subscription,
+        anyio.create_task_group() as group,
+    ):
+        # One more makes the consumer ask for the next page.
+        entries += [await anext(subscription) for _ in range(PAGE)]
+        way.away = True
+        await way.cut()
+
+        async def read_on() -> None:
+            entries.extend(await rest(subscription))
+
+        group.start_soon(read_on)
+        pauses = Backoff()
+        for _ in range(5):
+            await anyio.sleep(pauses.next())
+        tries = [one for one in caplog.records if "waits for Redis" in one.getMessage()]
+        assert 1 <= len(tries) <= 10
+        way.away = False
+    assert_whole(entries, "t", 2 * PAGE)
+
+
+async def test_a_consumer_that_waits_for_redis_can_be_closed(bus: Bus, tmp_path: Path) -> None:
+    async with bus.writer() as writer:
+        await write(writer, "t", 2 * PAGE)
+    async with (
+        proxy(bus.url, tmp_path) as way,
+        Bus.open(way.url, prefix=bus.keys.prefix, patience_s=0.0) as far,
+        far.read("t") as subscription,
+        anyio.create_task_group() as group,
+    ):
+        for _ in range(PAGE):
+            await anext(subscription)
+        way.away = True
+        await way.cut()
+        # The longest pause there is.
+        subscription._outage = Backoff(600.0, 600.0)
+
+        async def read_on() -> None:
+            with pytest.raises(anyio.ClosedResourceError):
+                await anext(subscription)
+
+        group.start_soon(read_on)
+        await until(lambda: subscription._outage.failures > 0)
+        with anyio.fail_after(60):
+            await subscription.aclose()
