@@ -22,7 +22,6 @@ import anyio
 
 from tracewire_bus.bulk.reader import BulkReader
 from tracewire_bus.bulk.stores import BulkStores
-from tracewire_bus.domain.limits import check_size, check_submission
 from tracewire_bus.events.appends import EntryTooLarge, Fenced
 from tracewire_bus.events.reader import Reader, SlotReaders
 from tracewire_bus.events.subscription import Entry, EventsLost, Gap, StreamGone, Subscription, tail_id
@@ -43,7 +42,7 @@ from tracewire_bus.store.queue_entries import QueueFull, Taken
 from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
 from tracewire_bus.store.trace_list import ListedTrace, Place, list_traces
-from tracewire_bus.store.trace_records import Records, TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.store.trace_records import Records, TraceEnded, TraceMissing
 from tracewire_bus.store.vectors import Vectors
 from tracewire_bus.store.watch_groups import Groups, GroupWatch
 from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed, as_bus_error, is_transient
@@ -52,12 +51,11 @@ from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.server import SCHEMES
 from tracewire_bus.transport.urls import parse_url, redacted
-from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.ids import FINAL_ID
-from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Submission
 
 from .recovery import Recovery
+from .submitting import submit
 
 if TYPE_CHECKING:
     from tracewire_bus.transport.embedded import EmbeddedServer
@@ -245,52 +243,27 @@ class Bus:
 
     # --- submissions --------------------------------------------------------------------------------------------------
 
-    async def submit(self, submission: Submission, limit: int | None = None, retention_s: float | None = None) -> None:
+    async def submit(
+        self, submission: Submission, limit: int | None = None, retention_s: float | None = None, *, owner: str = ""
+    ) -> bool:
         """Create a trace's record and queue its submission. A trace id that was submitted before is not queued again.
 
         `limit` is how many entries may wait, as `Queue.put` counts them; None or 0 for any number. `retention_s` is how
-        long Redis keeps the trace, in seconds, if the trace ends before an engine has it.
+        long Redis keeps the trace, in seconds, if the trace ends before an engine has it. `owner` is a random text by
+        which the record says whose it is. Returns whether the record is this caller's: new, or of the same owner.
 
         Raises:
             LimitExceeded: the submission is too large, or has too many parts.
             LiveError: its live parameters are malformed.
             QueueFull: too many entries wait.
+            SubmissionRefused: it exceeds a limit that the model's engines have published.
             TraceElsewhere: a trace of this id was submitted to another model.
             BusFull: Redis has too little memory left. Nothing was queued; the call may be repeated later.
             TraceEnded: a trace of this id has ended, and its events have expired.
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer. The submission may have been queued; the call may be repeated.
         """
-        check_submission(submission)
-        data = encode(submission)
-        check_size(len(data))
-        model, trace = submission.model, submission.trace
-        creation = self.records.create_command(submission, unpack_live(submission.live), retention_s)
-        await self.memory.check_reserve()
-        signed = await self.proofs.submission(model, trace, data)
-        try:
-            created, has_left = await self.queue.put(
-                *(model, trace, signed),
-                client=submission.client,
-                priority=submission.priority,
-                lease="" if submission.detach else submission.lease,
-                limit=limit,
-                tries=submission.max_attempts,
-                # The record comes first, so that clients can steer and cancel a queued trace.
-                before=[creation],
-            )
-        except QueueFull:
-            await self.records.forget(trace, model)
-            if await self._connections.command("EXISTS", self.keys.submitted(model, trace)):
-                # Another client queued the same trace meanwhile, on the record that was just removed.
-                await self._connections.command(*creation)
-            raise
-        if isinstance(created, bytes):
-            await self.queue.withdraw(model, trace)
-            raise TraceElsewhere(f"trace {trace} was submitted to model {created.decode('utf-8', 'replace')!r}")
-        if created and has_left and await self.records.forget(trace, model):
-            # No engine has run the trace on the new record: the trace ended earlier, and its keys have expired.
-            raise TraceEnded(f"trace {trace} has ended and expired; Redis remembers only its id")
+        return await submit(self, submission, limit, retention_s, owner)
 
     @property
     def registry(self) -> EngineRegistry:

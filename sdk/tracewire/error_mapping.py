@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from tracewire_bus.domain.limits import LimitExceeded
-from tracewire_bus.store.queue_entries import QueueFull
+from tracewire_bus.store.queue_entries import QueueFull, SubmissionRefused
 from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded
 from tracewire_bus.store.watch_groups import GroupRemoved
 from tracewire_bus.transport.errors import BusError, NotAllowed, NotAuthenticated, WrongTopology, is_full
@@ -116,3 +116,6 @@ def refusals(model: str, trace_id: str) -> Iterator[None]:
             ) from None
         except LimitExceeded as error:
             raise TraceRejected(error.field, error.message) from None
+        except SubmissionRefused as error:
+            message = f"the engines of {model!r} do not take it: {error} (tracewire engine --limit)"
+            raise TraceRejected("submission", message) from None

@@ -218,10 +218,10 @@ MUTANTS = (
         _VALIDATION + "::test_a_submission_of_a_later_major_schema_of_requests_is_refused",
     ),
     _of(
-        f"{_BUS}/bus.py",
+        f"{_BUS}/submitting.py",
         "a-trace-that-another-client-queued-counts-as-ended",
-        "if created and has_left and await self.records.forget",
-        "if created and await self.records.forget",
+        "if created and has_left and await bus.records.forget",
+        "if created and await bus.records.forget",
         _SUBMISSION_QUEUE + "::test_a_trace_that_two_submit_at_once_is_queued_by_one",
     ),
     _of(
@@ -554,7 +554,7 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/trace.py",
         "a-submission-in-doubt-is-forgotten",
-        "                self._unconfirmed = not submission.detach\n",
+        "                self._unconfirmed = sending.asked and not submission.detach\n",
         "                self._unconfirmed = False\n",
         "tests/unit/tracewire/traces/test_presence.py::test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers",
         hangs=True,
@@ -562,8 +562,8 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/trace.py",
         "leaving-a-trace-does-not-cancel-it",
-        "        if not self._submission.detach and not self._fold.finished:\n            await self._cancel_as_left()",
-        "        if False:\n            await self._cancel_as_left()",
+        "if not self._submission.detach and not self._fold.finished and self._is_own:\n",
+        "if False:\n",
         _TRACES_CONTROL + "::test_leaving_a_trace_cancels_it_unless_it_is_detached",
     ),
     _of(
@@ -597,8 +597,8 @@ MUTANTS = (
     _of(
         f"{_SDK}/traces/presence.py",
         "a-forgotten-submission-is-not-repeated",
-        "                    await self._bus.submit(await offload_large_arrays(one, self._bus))\n",
-        "                    pass\n",
+        "            await sending.send()\n",
+        "            pass\n",
         _SERVICE_REDIS_LOSS + "::test_what_redis_forgot_before_an_engine_took_it_is_submitted_again",
     ),
     _of(

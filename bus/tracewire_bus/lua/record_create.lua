@@ -3,11 +3,11 @@
 -- Makes the record of a trace that is about to be queued.
 -- KEYS: record. ARGV: trace, model, client, lease, deadline in ms from now or '', for
 -- how many seconds to remember the record, for how many to keep the trace after its end or '', the id of the
--- submitter's key or '', then name, form and packed value of each live parameter. Returns 1 if the record is new and 0
+-- submitter's key or '', whose the record is or '', then name, form and packed value of each live parameter. Returns 1 if the record is new and 0
 -- if it exists; or the other model, if a trace of another model has this id.
 local key = KEYS[1]
 local lifecycle_stream, deadlines = lifecycle.beside(key)
-local trace, model, client, lease, deadline, remember, retention, signer = unpack(ARGV, 1, 8)
+local trace, model, client, lease, deadline, remember, retention, signer, owner = unpack(ARGV, 1, 9)
 if redis.call('HSETNX', key, 'm', model) == 0 then
   local other = redis.call('HGET', key, 'm')
   return other == model and 0 or other
@@ -15,7 +15,8 @@ end
 redis.call('HSET', key, 'c', client, 'p', lease, 'v', 0)
 if retention ~= '' then redis.call('HSET', key, 'r', retention) end
 if signer ~= '' then redis.call('HSET', key, 'k', signer) end
-for index = 9, #ARGV, 3 do
+if owner ~= '' then redis.call('HSET', key, 'o', owner) end
+for index = 10, #ARGV, 3 do
   local name, form, packed = unpack(ARGV, index, index + 2)
   redis.call('HSET', key, 'f:' .. name, form, 'l:' .. name, packed)
 end

@@ -31,7 +31,7 @@ from tracewire_bus.wire.refs import ArrayRef
 from .keys import Keys
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     import numpy as np
 
@@ -45,6 +45,8 @@ CHUNK_BYTES: Final = 1024 * 1024
 THRESHOLD_BYTES: Final = 256 * 1024
 #: How long Redis keeps the blobs of a trace that no engine has accepted, in seconds from the first chunk.
 UNACCEPTED_S: Final = 24 * 3600
+#: How many chunks one command removes.
+_REMOVED_AT_ONCE: Final = 64
 #: For how many seconds, and up to how many bytes, `Blobs` keeps acknowledged chunks to write them again.
 KEEP_S: float = 5.0
 KEEP_BYTES: int = 64 * 1024 * 1024
@@ -165,8 +167,24 @@ class Blobs:
         for number in range(chunk_count(len(raw))):
             chunk = raw[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             state.update(chunk)
-            await self.put(trace, blob, number, chunk, refuse_full=True)
+            try:
+                await self.put(trace, blob, number, chunk, refuse_full=True)
+            except BusFull:
+                await self._remove(trace, [f"{blob}:{written}" for written in range(number)])
+                raise
         return ArrayRef(plain.dtype.name, plain.shape, state.digest(), blob, name)
+
+    async def remove(self, trace: str, refs: Sequence[ArrayRef]) -> None:
+        """Remove arrays that `store` wrote and that nobody reads. If Redis does not do it, they expire."""
+        await self._remove(trace, [f"{ref.blob}:{number}" for ref in refs for number in range(chunk_count(ref.nbytes))])
+
+    async def _remove(self, trace: str, fields: Sequence[str]) -> None:
+        try:
+            for start in range(0, len(fields), _REMOVED_AT_ONCE):
+                some = fields[start : start + _REMOVED_AT_ONCE]
+                await self._connections.command("HDEL", self._keys.blobs(trace), *some)
+        except BusError as error:
+            logger.debug("the arrays of trace %s, which was refused, stay until they expire: %s", trace, error)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ __all__ = [
     "REMEMBER_S",
     "TAKE_BYTES",
     "QueueFull",
+    "SubmissionRefused",
     "Taken",
     "queue_names",
     "taken_entry",
@@ -54,6 +55,18 @@ class QueueFull(BusError):
         self.limit = limit
         self.retry_after_s = retry_after_s
         super().__init__(f"{waiting} submissions wait for {model!r}, the limit is {limit}")
+
+
+class SubmissionRefused(BusError):
+    """The queue does not take a submission, which exceeds a limit of the model's engines.
+
+    Attributes:
+        limit: the limit's name.
+    """
+
+    def __init__(self, limit: str, message: str) -> None:
+        self.limit = limit
+        super().__init__(f"{limit}: {message}")
 
 
 class Taken(msgspec.Struct, frozen=True):

@@ -28,9 +28,11 @@ since only Redis knows whose turn it is.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from tracewire_bus.transport.errors import BusError
 from tracewire_bus.transport.guard import GREATEST, integer
 from tracewire_bus.transport.link import AfterOthers
 from tracewire_bus.transport.pool import Connections
@@ -46,6 +48,7 @@ from .queue_entries import (
     REMEMBER_S,
     TAKE_BYTES,
     QueueFull,
+    SubmissionRefused,
     Taken,
     queue_names,
     taken_entry,
@@ -57,6 +60,8 @@ __all__ = ["Queue", "claim_command", "settle_command"]
 
 logger = logging.getLogger("tracewire")
 
+#: What `queue_put.lua` answers to a submission that exceeds a limit: the limit's name, and why.
+_LIMIT = re.compile(r"LIMIT ([\w-]+): (.+)", re.DOTALL)
 #: The holder of entries that were given up. No engine has this name, and no withdrawn lease has this mark.
 _GIVEN_UP: Final = b"\1given up"
 
@@ -181,6 +186,7 @@ class Queue:
 
         Raises:
             QueueFull: too many entries wait.
+            SubmissionRefused: it exceeds a limit that the model's engines have published.
             BusFull: Redis has no memory left.
             BusError: Redis refuses.
             BusUnavailable: Redis does not answer. The entry may have been queued; the call may be repeated.
@@ -196,7 +202,12 @@ class Queue:
             ),
             *(limit or 0, REMEMBER_S, max(1, tries), data),
         )
-        *replies, refused = await self._connections.commands(*before, AfterOthers(call), refuse_full=True)
+        try:
+            *replies, refused = await self._connections.commands(*before, AfterOthers(call), refuse_full=True)
+        except BusError as error:
+            if (exceeded := _LIMIT.fullmatch(str(error.__cause__))) is not None:
+                raise SubmissionRefused(exceeded[1], exceeded[2]) from error
+            raise
         if isinstance(refused, list):
             waiting, retry_ms = refused
             raise QueueFull(model, waiting, limit or 0, retry_ms / 1000)

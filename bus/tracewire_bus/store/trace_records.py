@@ -203,12 +203,16 @@ class Records(RecordReads):
     # --- a trace's life -----------------------------------------------------------------------------------------------
 
     def create_command(
-        self, submission: Submission, live: Mapping[str, LiveValue], retention_s: float | None = None
+        self,
+        submission: Submission,
+        live: Mapping[str, LiveValue],
+        retention_s: float | None = None,
+        owner: str = "",
     ) -> tuple[Any, ...]:
         """The command that creates the record of a trace before the trace is queued. A repeat has no effect.
 
         `live` are the first values of its live parameters. `retention_s` is how long the model's engines keep the trace
-        after its end, in seconds, if the client knows that.
+        after its end, in seconds, if the client knows that. `owner` is what `owner()` returns later.
         """
         trace = submission.trace
         deadline = submission.deadline_s
@@ -218,8 +222,18 @@ class Records(RecordReads):
             *("" if deadline is None else round(min(deadline * 1000, MAX_DEADLINE_MS)), REMEMBER_S),
             "" if retention_s is None else max(1, round(retention_s)),
             "" if self._proofs.signer is None else self._proofs.signer.id,
+            owner,
             *_flat(live),
         )
+
+    async def owner(self, trace: str) -> str | None:
+        """What the submission that has made a trace's record named as its owner; None without a record.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        model, owner = await self._connections.command("HMGET", self._keys.record(trace), "m", "o")
+        return None if model is None else text_of(owner or b"")
 
     async def forget(self, trace: str, model: str) -> bool:
         """Remove the record of a trace that the queue of `model` has refused.

@@ -97,7 +97,8 @@ class Trace(Bridge[AsyncTrace]):
 
     A context manager: entering it submits the trace and returns once the submission is durable; leaving it stops
     reading. `start()` and `close()` do the same by hand, and reading an unstarted trace starts it. Leaving before the
-    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
+    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end. So does a
+    trace that another submission under the same `trace_id` has begun: this one only reads it.
 
     An iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Lagging`, `Waiting` and `Restarted`
     items, which ends with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each
@@ -158,7 +159,9 @@ class Trace(Bridge[AsyncTrace]):
 
         The pieces together are the choice's text, each part of it once: also where the trace runs again after its
         engine was lost, and where events were trimmed before they were read. Each item is read once: this and iterating
-        share the items.
+        share the items. A stream that begins behind the first token has the text from there on; if the events at its
+        beginning were trimmed, or if the trace runs again before the first piece came, it has the text from the first
+        token on.
 
         Raises:
             AmbiguousResult: the trace has several choices, and the arguments name none.
@@ -359,7 +362,9 @@ class Subscription(Bridge[AsyncSubscription]):
 
         The pieces together are the choice's text, each part of it once: also where the trace runs again after its
         engine was lost, and where events were trimmed before they were read. Each item is read once: this and iterating
-        share the items.
+        share the items. A stream that begins behind the first token has the text from there on; if the events at its
+        beginning were trimmed, or if the trace runs again before the first piece came, it has the text from the first
+        token on.
 
         Raises:
             AmbiguousResult: the trace has several choices, and the arguments name none.

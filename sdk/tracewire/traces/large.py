@@ -131,10 +131,11 @@ class LargeValues:
                 raise ValueMissing(self.trace_id, ref.name, str(error)) from error
 
 
-async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
+async def offload_large_arrays(submission: Submission, bus: Bus, stored: list[ArrayRef]) -> Submission:
     """A copy of `submission` with references in place of large arrays, which are written to blobs first.
 
-    An array that several prompts use is sent once. The blobs of a trace that no engine accepts expire.
+    `stored` gains the reference to each blob when it is written. An array that several prompts use is sent once. The
+    blobs of a trace that no engine accepts expire.
     """
     blocks = [submission.block, *(invoke.block for invoke in submission.invokes)]
     # Computing digests takes time, and a single block rarely has an array twice.
@@ -143,11 +144,13 @@ async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
     async def moved(block: Block | None) -> Block | None:
         if block is None or len(block.variables) <= THRESHOLD_BYTES:
             return block
-        variables = await _referring(submission.trace, block.variables, bus, sent)
+        variables = await _referring(submission.trace, block.variables, bus, sent, stored)
         return msgspec.structs.replace(block, variables=variables)
 
     async def media(packed: bytes) -> bytes:
-        return packed if len(packed) <= THRESHOLD_BYTES else await _referring(submission.trace, packed, bus, sent)
+        if len(packed) <= THRESHOLD_BYTES:
+            return packed
+        return await _referring(submission.trace, packed, bus, sent, stored)
 
     invokes = [
         invoke
@@ -158,11 +161,17 @@ async def offload_large_arrays(submission: Submission, bus: Bus) -> Submission:
     return msgspec.structs.replace(submission, block=await moved(submission.block), invokes=invokes)
 
 
-async def _referring(trace_id: str, packed: bytes, bus: Bus, sent: dict[bytes, ArrayRef] | None) -> bytes:
+async def _referring(
+    trace_id: str, packed: bytes, bus: Bus, sent: dict[bytes, ArrayRef] | None, stored: list[ArrayRef]
+) -> bytes:
     """A packed dict of values by name, with references in place of its large arrays.
 
     `sent` has the references of arrays that were sent before, by digest.
     """
+
+    async def store(value: Any, name: str) -> ArrayRef:
+        stored.append(await bus.blobs.store(trace_id, value, name))
+        return stored[-1]
 
     async def moved(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
@@ -171,10 +180,10 @@ async def _referring(trace_id: str, packed: bytes, bus: Bus, sent: dict[bytes, A
             return {key: await moved(item, name) for key, item in value.items()}
         if getattr(value, "nbytes", 0) > THRESHOLD_BYTES and not isinstance(value, ArrayRef):
             if sent is None:
-                return await bus.blobs.store(trace_id, value, name)
+                return await store(value, name)
             key = digest(value)
             if key not in sent:
-                sent[key] = await bus.blobs.store(trace_id, value, name)
+                sent[key] = await store(value, name)
             return sent[key]
         return value
 

@@ -13,23 +13,26 @@ import logging
 import math
 import random
 import secrets
-from typing import TYPE_CHECKING
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from tracewire_bus.store.trace_records import TraceElsewhere, TraceEnded, TraceMissing
+from tracewire_bus.domain.limits import LimitExceeded
+from tracewire_bus.store.queue_entries import QueueFull
+from tracewire_bus.store.trace_records import TraceEnded, TraceMissing
 from tracewire_bus.transport.backoff import outages
-from tracewire_bus.transport.errors import BusError, BusUnavailable, NotAllowed
+from tracewire_bus.transport.errors import BusError, BusFull, BusUnavailable, NotAllowed
 from tracewire_bus.transport.tasks import OwnedTask
-
-from .large import offload_large_arrays
 
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
     from tracewire_bus.recovery import Recovery
-    from tracewire_bus.wire.messages import Submission
 
-__all__ = ["Presence"]
+    from .sending import Sending
+
+__all__ = ["Overdue", "Presence"]
 
 logger = logging.getLogger("tracewire")
 
@@ -43,6 +46,26 @@ _MARGIN_S = 0.05
 GUARD_POLL_S = 1.0
 #: How long a client guards a submission, in seconds in which Redis answered.
 GUARD_S = 60.0
+
+
+#: The client drops entries of handles that wait no longer when there are this many, and as many again.
+_DEADLINES = 64
+
+
+class Overdue:
+    """A handle that waits for a trace keeps this, and the client looks at the trace's deadline while it exists."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Deadline(NamedTuple):
+    """When to look at a trace, the entry's number, the watch of the handle that waits, and whether to look twice."""
+
+    at: float
+    number: int
+    trace_id: str
+    watch: weakref.ref[Overdue]
+    again: bool
 
 
 def _log_of(error: BusError) -> logging.Logger:
@@ -68,21 +91,24 @@ class Presence:
         self._renewed_at = -math.inf
         #: Set when Redis has answered the task that asks for the lease.
         self._lease_request: anyio.Event | None = None
-        self._deadlines: list[tuple[float, str, bool]] = []
+        self._deadlines: list[_Deadline] = []
+        self._numbers = count()
+        self._most_deadlines = _DEADLINES
         self._changed = anyio.Event()
         #: Renewal, recovery and deadlines each have a task: one that is slow, or fails, does not hold up the others.
         self._tasks: list[OwnedTask] = []
         #: Submissions that no engine has accepted yet, as far as the client has read; and the last outage it knows of.
-        self._guarded: dict[str, tuple[float, Submission]] = {}
+        self._guarded: dict[str, tuple[float, Sending]] = {}
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
         self._closed = False
-        #: Traces to cancel: the author, the reason, and whether Redis was asked once and did not know the trace.
-        self._to_cancel: dict[str, tuple[str, str, bool]] = {}
+        #: Traces to cancel: the author, the reason, the owner that the record must name, and whether Redis was asked
+        #: once and did not know the trace.
+        self._to_cancel: dict[str, tuple[str, str, str, bool]] = {}
 
-    def guard(self, submission: Submission) -> None:
+    def guard(self, sending: Sending) -> None:
         """Submit a trace again if Redis loses it in an outage, until `unguard`, or for a minute."""
-        self._guarded[submission.trace] = anyio.current_time(), submission
+        self._guarded[sending.submission.trace] = anyio.current_time(), sending
         self._start_tasks()
         if len(self._guarded) == 1:
             self._changed.set()
@@ -91,9 +117,12 @@ class Presence:
         """Stop guarding a trace: an engine has accepted it, or its caller has closed it."""
         self._guarded.pop(trace_id, None)
 
-    def cancel_when_back(self, trace_id: str, by: str, reason: str) -> None:
-        """Cancel a trace as soon as Redis answers and if it has the trace, unless `do_not_cancel` is called before."""
-        self._to_cancel[trace_id] = by, reason, False
+    def cancel_when_back(self, trace_id: str, by: str, reason: str, owner: str) -> None:
+        """Cancel a trace as soon as Redis answers and if it has the trace, unless `do_not_cancel` is called before.
+
+        A trace whose record names another owner goes on.
+        """
+        self._to_cancel[trace_id] = by, reason, owner, False
         self._start_tasks()
         self._changed.set()
 
@@ -128,11 +157,20 @@ class Presence:
         self._start_tasks()
         return name
 
-    def watch_deadline(self, trace_id: str, seconds: float) -> None:
-        """Have the bus end a trace `seconds` from now, unless an engine has."""
-        heapq.heappush(self._deadlines, (anyio.current_time() + seconds + _MARGIN_S, trace_id, True))
+    def watch_deadline(self, trace_id: str, seconds: float) -> Overdue:
+        """Have the bus end a trace `seconds` from now, unless an engine has, while the returned object exists."""
+        watch = Overdue()
+        if len(self._deadlines) >= self._most_deadlines:
+            self._deadlines = [one for one in self._deadlines if one.watch() is not None]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = 2 * len(self._deadlines) + _DEADLINES
+        self._look_later(anyio.current_time() + seconds + _MARGIN_S, trace_id, weakref.ref(watch), again=True)
         self._start_tasks()
         self._changed.set()
+        return watch
+
+    def _look_later(self, at: float, trace_id: str, watch: weakref.ref[Overdue], *, again: bool) -> None:
+        heapq.heappush(self._deadlines, _Deadline(at, next(self._numbers), trace_id, watch, again))
 
     async def aclose(self) -> None:
         """Release the leases, which ends all traces that depend on them."""
@@ -199,7 +237,7 @@ class Presence:
         """Watch deadlines, guarded submissions and traces to cancel, in an endless loop."""
         while True:
             self._changed = anyio.Event()
-            wait_s = self._deadlines[0][0] - anyio.current_time() if self._deadlines else math.inf
+            wait_s = self._deadlines[0].at - anyio.current_time() if self._deadlines else math.inf
             if self._guarded or self._to_cancel:
                 wait_s = min(wait_s, GUARD_POLL_S)
             with anyio.move_on_after(max(0.0, wait_s)):
@@ -214,11 +252,12 @@ class Presence:
 
     async def _cancel_abandoned(self) -> None:
         """Cancel the traces that `cancel_when_back` named."""
-        for trace_id, (by, reason, missed) in list(self._to_cancel.items()):
+        for trace_id, (by, reason, owner, missed) in list(self._to_cancel.items()):
             if trace_id not in self._to_cancel:
                 continue
             try:
-                await self._bus.cancel(trace_id, by=by, reason=reason)
+                if await self._bus.records.owner(trace_id) in (owner, None):
+                    await self._bus.cancel(trace_id, by=by, reason=reason)
             except BusUnavailable:
                 raise
             except TraceMissing:
@@ -227,7 +266,7 @@ class Presence:
                     continue
                 if not missed:
                     # The submission may still be under way, over a connection that the client has dropped.
-                    self._to_cancel[trace_id] = by, reason, True
+                    self._to_cancel[trace_id] = by, reason, owner, True
                     continue
             except TraceEnded:
                 pass
@@ -239,7 +278,8 @@ class Presence:
         """Submit again the guarded submissions that Redis lost while it was away."""
         if self._bus.broken_at == self._broken_at:
             # This call fails if the servers that hold the queues are away.
-            await self._bus.queue.submitted(*{one.model: one.trace for _, one in self._guarded.values()}.items())
+            some_trace = {one.submission.model: one.submission.trace for _, one in self._guarded.values()}
+            await self._bus.queue.submitted(*some_trace.items())
         # Read before the first request: the next round covers an outage that begins during this one.
         broken_at = self._bus.broken_at
         if broken_at == self._broken_at:
@@ -250,29 +290,43 @@ class Presence:
                     break
                 del self._guarded[trace_id]
             return
-        expected = [submission for _, submission in self._guarded.values()]
+        expected = [one for _, one in self._guarded.values()]
+        are_all_back = True
         for start in range(0, len(expected), 100):
-            some = expected[start : start + 100]
-            known = await self._bus.queue.submitted(*((one.model, one.trace) for one in some))
-            for one in some:
-                if one.trace in known or one.trace not in self._guarded:
-                    continue
-                logger.warning("Redis came back without trace %s, which is submitted again", one.trace)
-                # Without a queue limit: the queue has admitted it once.
-                try:
-                    await self._bus.submit(await offload_large_arrays(one, self._bus))
-                except (TraceElsewhere, TraceEnded):
-                    self.unguard(one.trace)
-        self._broken_at = broken_at
+            some = {one.submission.trace: one for one in expected[start : start + 100]}
+            known = await self._bus.queue.submitted(*((one.submission.model, trace) for trace, one in some.items()))
+            for trace, one in some.items():
+                if trace not in known and trace in self._guarded:
+                    are_all_back &= await self._submit_again(trace, one)
+        if are_all_back:
+            self._broken_at = broken_at
+
+    async def _submit_again(self, trace: str, sending: Sending) -> bool:
+        """Submit a trace again that Redis has lost. Returns False if Redis has no room for it yet."""
+        logger.warning("Redis came back without trace %s, which is submitted again", trace)
+        try:
+            # Without a queue limit: the queue has admitted it once.
+            await sending.send()
+        except BusUnavailable:
+            raise
+        except (BusFull, QueueFull) as error:
+            outages.warning("trace %s, which Redis has lost, waits: %s", trace, error)
+            return False
+        except (BusError, LimitExceeded) as error:
+            logger.warning("trace %s, which Redis has lost, cannot be submitted again: %s", trace, error)
+            self.unguard(trace)
+        return True
 
     async def _end_overdue(self, now: float) -> None:
-        due: list[tuple[float, str, bool]] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            due.append(heapq.heappop(self._deadlines))
+        due: list[_Deadline] = []
+        while self._deadlines and self._deadlines[0].at <= now:
+            one = heapq.heappop(self._deadlines)
+            if one.watch() is not None:
+                due.append(one)
         if not due:
             return
         try:
-            await self._bus.sweep(sorted({self._bus.keys.tag(trace_id) for _, trace_id, _ in due}))
+            await self._bus.sweep(sorted({self._bus.keys.tag(one.trace_id) for one in due}))
         except NotAllowed as error:
             # The client's user may only read; engines end overdue traces.
             logger.debug("this client's user may not end overdue traces: %s", error)
@@ -280,9 +334,9 @@ class Presence:
         except BusError:
             # The client tries again: there may be no engine that ends them.
             later = anyio.current_time() + self._lease_s / 6
-            for _, trace_id, again in due:
-                heapq.heappush(self._deadlines, (later, trace_id, again))
+            for one in due:
+                self._look_later(later, one.trace_id, one.watch, again=one.again)
             raise
-        for _, trace_id, again in due:
-            if again:
-                heapq.heappush(self._deadlines, (now + _SECOND_LOOK_S, trace_id, False))
+        for one in due:
+            if one.again:
+                self._look_later(now + _SECOND_LOOK_S, one.trace_id, one.watch, again=False)

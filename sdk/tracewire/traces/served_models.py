@@ -26,6 +26,8 @@ _REGISTRY_AGE_S = 1.0
 _REGISTRY_ENGINES = 100
 #: How often a client that waits for an engine reads the registry, in seconds.
 _POLL_S = 0.1
+#: How long after an outage of Redis engines take to register again at most, in seconds.
+_BACK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,15 @@ class ServedModels:
         """A model by its name, from a registry that was read at most `age` seconds ago.
 
         Raises:
-            UnknownModel: no engine serves it, and none began to within `timeout` seconds.
+            UnknownModel: no engine serves it, and none began to within `timeout` seconds. After an outage of Redis, the
+                call waits for some seconds in any case, in which engines register again.
         """
         await self._look(age)
         if name not in self._engines:
             await self._look(0)
-        if name not in self._engines and timeout:
-            with anyio.move_on_after(timeout):
+        if name not in self._engines:
+            since_outage = anyio.current_time() - self._open_bus().broken_at
+            with anyio.move_on_after(max(timeout, _BACK_S - since_outage)):
                 while name not in self._engines:
                     await anyio.sleep(_POLL_S)
                     await self._look(0)

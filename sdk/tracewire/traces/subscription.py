@@ -21,6 +21,7 @@ from .output import Event, Final, only
 from .state import Result
 
 if TYPE_CHECKING:
+    from .presence import Overdue
     from .session import Session
 
 __all__ = ["Subscription"]
@@ -53,6 +54,8 @@ class Subscription(EventStream[Event]):
         self._names = names
         self._started = False
         self._ended = False
+        #: The watch over the trace's deadline, while this may wait for its end.
+        self._overdue: Overdue | None = None
 
     @property
     def position(self) -> str:
@@ -129,8 +132,8 @@ class Subscription(EventStream[Event]):
             known, left = await bus.records.left(self.trace_id)
             if not known and not await bus.exists(self.trace_id):
                 raise UnknownTrace(self.trace_id)
-        if left is not None:
-            self._session.presence.watch_deadline(self.trace_id, max(0.0, left))
+        if left is not None and self._overdue is None:
+            self._overdue = self._session.presence.watch_deadline(self.trace_id, max(0.0, left))
 
     async def _final(self) -> Final | None:
         """The trace's final, if it has ended."""
@@ -156,7 +159,7 @@ class Subscription(EventStream[Event]):
 
     async def aclose(self) -> None:
         """Stop reading. Idempotent, and finishes even when cancelled."""
-        self._ended = True
+        self._ended, self._overdue = True, None
         with anyio.CancelScope(shield=True):
             await self._reader.aclose()
 
@@ -172,7 +175,7 @@ class Subscription(EventStream[Event]):
             await self.start()
         event = await self._reader.next()
         if event is None:
-            self._ended = True
+            self._ended, self._overdue = True, None
             raise StopAsyncIteration
         if self._names is None:
             return event

@@ -30,17 +30,18 @@ from .client_span import client_span
 from .ending import Ending
 from .event_reader import EventReader
 from .event_stream import EventStream
-from .large import offload_large_arrays
 from .library_names import space_of
 from .model_checks import check_submission
 from .output import Accepted, Event, Final, Gap, Item, Waiting
 from .recorder.fan import Fan, forked
 from .recorder.recording import Recording, record
+from .sending import Sending, new_owner
 from .state import Result, State
 from .vectors import ReferredArrays, with_saved_arrays
 from .whole_submission import whole_submission
 
 if TYPE_CHECKING:
+    from .presence import Overdue
     from .session import Session
 
 __all__ = ["Trace"]
@@ -56,7 +57,8 @@ class Trace(EventStream[Item]):
 
     An async context manager: entering it submits the trace and returns once the submission is durable; leaving it stops
     reading. `start()` and `aclose()` do the same by hand, and reading an unstarted trace starts it. Leaving before the
-    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end.
+    end was read cancels the trace for all its consumers. With `detach=True` the trace goes on to its end. So does a
+    trace that another submission under the same `trace_id` has begun: this one only reads it.
 
     An async iterator of `Output`, `Shared`, `Steered`, `Paused`, `Resumed`, `Lagging`, `Waiting` and `Restarted`
     items, which ends with the trace. A `Gap` stands in place of events that were trimmed before they were read. Each
@@ -74,6 +76,10 @@ class Trace(EventStream[Item]):
         self._closed = False
         #: Whether Redis may have the submission although `start` failed.
         self._unconfirmed = False
+        #: Whether this submission has made the trace's record; None while that is not known.
+        self._is_own: bool | None = None
+        #: The watch over its deadline, while this handle may wait for its end.
+        self._overdue: Overdue | None = None
         #: Set by the task that starts the trace, when it has; None while no task does.
         self._starting: anyio.Event | None = None
         #: Whether some task reads the next event; the others wait for its progress.
@@ -88,6 +94,7 @@ class Trace(EventStream[Item]):
         self._final: Final | None = None
         self._ended: Ending | None = None
         self._span = client_span()
+        self._owner = new_owner()
 
     @property
     def id(self) -> str:
@@ -181,31 +188,29 @@ class Trace(EventStream[Item]):
         check_submission(msgspec.structs.replace(submission, interventions=arrays.interventions), model)
         with refusals(self.model, self.id):
             arrays.check()
-            whole = submission
-            offloaded = await offload_large_arrays(submission, bus)
-            submission = msgspec.structs.replace(offloaded, interventions=await arrays.store())
+            sending = Sending(bus, submission, arrays, self._owner)
             try:
-                await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
+                self._is_own = await sending.send(model.info.queue_limit, model.info.retention_s or None)
             except anyio.get_cancelled_exc_class():
                 # Redis may have the trace, which no client would cancel later.
-                if not submission.detach:
+                if sending.asked and not submission.detach:
                     await self._cancel_as_left()
                 raise
             except BusUnavailable:
                 # Likewise.
-                self._unconfirmed = not submission.detach
+                self._unconfirmed = sending.asked and not submission.detach
                 raise
             # Not earlier: a second attempt sends the arrays again, which a Redis that was away may have lost.
-            self._submission = offloaded
+            self._submission = sending.sent
             self._reader = EventReader(self.id, bus, "start")
             self._reader.assume_exists(new=True)
             if self._closed:
                 await self._leave_running()
                 raise TraceClosed(f"trace {self.id} was closed while it was submitted")
-            presence.guard(whole)
-            presence.recover_engines_of(whole.model)
+            presence.guard(sending)
+            presence.recover_engines_of(submission.model)
             if submission.deadline_s is not None:
-                presence.watch_deadline(self.id, submission.deadline_s)
+                self._overdue = presence.watch_deadline(self.id, submission.deadline_s)
 
     async def aclose(self) -> None:
         """Stop reading, and cancel the trace if its end was not read and it is not detached.
@@ -213,6 +218,7 @@ class Trace(EventStream[Item]):
         Idempotent, and finishes even when cancelled.
         """
         was_closed, self._closed = self._closed, True
+        self._overdue = None
         self._session.presence.unguard(self.id)
         if not was_closed and self._reader is not None:
             await self._leave_running()
@@ -223,13 +229,15 @@ class Trace(EventStream[Item]):
             await self._reader.aclose()
         if self._span is not None:
             self._span.end()
-        if not self._submission.detach and not self._fold.finished:
+        if not self._submission.detach and not self._fold.finished and self._is_own:
             await self._cancel_as_left()
 
     async def _cancel_as_left(self) -> None:
         reason = "its submitter has left it"
         with anyio.move_on_after(_LEAVE_S, shield=True):
             try:
+                if self._is_own is None and not await self._has_made_the_record():
+                    return
                 await control.cancel(self._session, self.id, reason)
                 return
             except TracewireError as error:
@@ -237,9 +245,14 @@ class Trace(EventStream[Item]):
         # Redis is away, and the client's lease may outlast that.
         self._cancel_later(reason)
 
+    async def _has_made_the_record(self) -> bool:
+        with bus_errors():
+            owner: str | None = await self._session.open_bus().records.owner(self.id)
+        return owner == self._owner
+
     def _cancel_later(self, reason: str) -> None:
         """Have the client cancel the trace when Redis answers."""
-        self._session.presence.cancel_when_back(self.id, self._session.name, reason)
+        self._session.presence.cancel_when_back(self.id, self._session.name, reason, self._owner)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -423,7 +436,7 @@ class Trace(EventStream[Item]):
         if isinstance(event, Accepted):
             self._accepted = event
         elif isinstance(event, Final):
-            self._final = event
+            self._final, self._overdue = event, None
         else:
             if isinstance(event, Gap):
                 self._accepted = self._fold.accepted or self._accepted

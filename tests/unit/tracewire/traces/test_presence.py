@@ -417,10 +417,31 @@ async def test_a_deadline_is_seen_to_after_an_outage(
             presence = Presence(away, 1)
             way.away = True
             await way.cut()
-            presence.watch_deadline("late", 0.01)
+            _watch = presence.watch_deadline("late", 0.01)
             async with bus.read("late") as entries:
                 await anext(entries)
             await presence.aclose()
+
+
+async def test_deadlines_are_kept_no_longer_than_a_handle_waits(
+    client: Client, engine: Callable[..., Any], bus: Bus
+) -> None:
+    presence = client._session.presence
+    async with engine():
+        for number in range(300):
+            trace = client.trace("tiny", "hello", deadline=1e6, trace_id=f"t{number % 100}-{number}")
+            if number % 2:
+                await trace.result()
+            else:
+                async with trace:
+                    pass
+            await client.subscribe(trace.id).until_done()
+        async with client.subscribe(trace.id) as subscription:
+            assert [event async for event in subscription][-1].type == "final"
+    # One that waits is looked at all the same.
+    watches = [presence.watch_deadline("waits", 1e6) for _ in range(200)]
+    assert sum(one.watch() is not None for one in presence._deadlines) == len(watches)
+    assert len(presence._deadlines) < 400
 
 
 async def test_a_lease_is_renewed_past_a_connection_that_says_nothing(embedded: str, prefix: str, bus: Bus) -> None:

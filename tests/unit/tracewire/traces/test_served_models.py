@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+import tracewire
+from tests.support.bus_engine import engine_info
+from tests.support.redis.proxy import proxy
+from tests.support.until import until
 from tracewire import Client, UnknownModel
+from tracewire_bus.bus import Bus
 
 #: Nothing here takes longer; a test that would hang fails instead.
 PATIENCE = 60
@@ -85,3 +91,59 @@ async def test_a_burst_reads_what_is_old_once(client: Client, engine: Callable[.
                 # Those that do not find it look once more, together as they come.
                 assert asked.count("unknown") == 50
                 assert asked.count("engines") < 10
+
+
+async def test_after_an_outage_a_submission_waits_until_engines_have_registered_again(
+    bus: Bus, embedded: str, prefix: str, tmp_path: Path
+) -> None:
+    """Redis was away for longer than a registration lasts, and comes back without any."""
+    async with proxy(embedded, tmp_path) as way, tracewire.connect(way.url, prefix=prefix) as client:
+        with pytest.raises(UnknownModel):
+            await client.trace("tiny", "hello").start()
+        way.away = True
+        await way.cut()
+        trace = client.trace("tiny", "hello", detach=True)
+        own = client._session.open_bus()
+        looks = 0
+        plain = own.registry.list
+
+        async def counted() -> Any:
+            nonlocal looks
+            found = await plain()
+            looks += 1
+            return found
+
+        own.registry.list = counted  # type: ignore[method-assign]
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+                group.start_soon(trace.start)
+                await until(lambda: own.broken_at > 0)
+                way.away = False
+                # More often than a client looks without an outage.
+                await until(lambda: looks > 2)
+                await bus.registry.register(engine_info(), ttl_s=600)
+        assert await bus.queue.waiting("tiny") == 1
+
+
+async def test_long_after_an_outage_an_unknown_model_is_refused_at_once(
+    embedded: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire.traces.served_models._BACK_S", 0.2)
+    async with proxy(embedded, tmp_path) as way, tracewire.connect(way.url, prefix=prefix) as client:
+        own = client._session.open_bus()
+        await way.cut()
+        with pytest.raises(UnknownModel):
+            await client.trace("tiny", "hello").start()
+        await until(lambda: anyio.current_time() - own.broken_at > 0.2)
+        looks = 0
+        plain = own.registry.list
+
+        async def counted() -> Any:
+            nonlocal looks
+            looks += 1
+            return await plain()
+
+        own.registry.list = counted  # type: ignore[method-assign]
+        with pytest.raises(UnknownModel):
+            await client.trace("tiny", "hello").start()
+        assert looks <= 2

@@ -31,10 +31,10 @@ async def test_a_handle_that_is_closed_while_it_is_submitted_leaves_no_trace_beh
     submitting, go_on = anyio.Event(), anyio.Event()
     submit = Bus.submit
 
-    async def slowly(self: Bus, *given: Any) -> Any:
+    async def slowly(self: Bus, *given: Any, **options: Any) -> Any:
         submitting.set()
         await go_on.wait()
-        return await submit(self, *given)
+        return await submit(self, *given, **options)
 
     monkeypatch.setattr(Bus, "submit", slowly)
     async with Bus.open(redis_url, prefix=prefix) as bus:
@@ -489,10 +489,11 @@ async def test_a_submission_that_is_given_up_is_cancelled(client: Client, bus: B
     opened = client._session.open_bus()
     plain, scope = opened.submit, anyio.CancelScope()
 
-    async def submit(*arguments: Any) -> None:
-        await plain(*arguments)
+    async def submit(*arguments: Any, **options: Any) -> bool:
+        is_own = await plain(*arguments, **options)
         scope.cancel()
         await anyio.lowlevel.checkpoint()
+        return is_own
 
     opened.submit = submit  # type: ignore[method-assign]
     with anyio.fail_after(PATIENCE):

@@ -283,7 +283,7 @@ async def test_what_a_client_sends_again_has_its_arrays(client: Client, engine: 
     """Redis may have lost the vectors with the submission."""
     async with engine(Taken(), **NEW), client.trace("tiny", "hello", interventions=declared()) as trace:
         (_, guarded) = client._session.presence._guarded[trace.id]
-        assert encoded(vector(0))[1] == guarded.interventions[0].vector.data  # type: ignore[union-attr]
+        assert encoded(vector(0))[1] == guarded.submission.interventions[0].vector.data  # type: ignore[union-attr]
         await trace.result()
 
 

@@ -23,7 +23,7 @@ async def test_blobs_and_vectors_come_back(client: Client, bus: Bus) -> None:
     steer = tracewire.Steer("residual(1)", np.arange(8192, dtype=np.float32))
     made = client.trace("tiny", "x", interventions=[steer])._submission
     made.block = Block(name="b", source="pass", variables=pack({"large": large, "small": 1}))
-    sent = await offload_large_arrays(made, bus)
+    sent = await offload_large_arrays(made, bus, [])
     referred = ReferredArrays(sent, bus.vectors, [], ReferredLists())
     sent = msgspec.structs.replace(sent, interventions=await referred.store())
     sent = decode_submission(encode(sent))
