@@ -116,6 +116,7 @@ class ControlMethods:
         """A trace's state: its events up to the last one at the time of the call, folded.
 
         Raises:
+            ValueMissing: saves of the trace are in a bulk store that cannot be read.
             UnknownTrace: no such trace was submitted, or it has expired.
         """
         check_trace_id(trace_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -30,6 +31,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long a connection attempt, and the wait for the next bytes of a reply, may take, in seconds.
 _PATIENCE_S: Final = 10.0
+#: For how long a consumer does not ask an engine again that has not answered, in seconds.
+_SILENT_S: Final = 30.0
 #: How long the server keeps a connection on which nothing is asked, in seconds.
 _IDLE_S: Final = 60.0
 _BROKEN: Final = (OSError, anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead)
@@ -57,6 +60,8 @@ class RemoteStores:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[_Connection]] = {}
+        #: Until when an engine that has not answered is not asked again, by address.
+        self._silent_until: dict[str, float] = {}
         self._closed = False
 
     async def read(self, place: StorePlace, where: BulkRange) -> bytes:
@@ -65,19 +70,27 @@ class RemoteStores:
         Raises:
             StoreRefused: the engine does not answer, or has no such bytes.
         """
+        if anyio.current_time() < self._silent_until.get(place.address, -math.inf):
+            raise StoreRefused("it has not answered of late")
+        try:
+            return await self._read(place, where)
+        except TimeoutError:
+            self._silent_until[place.address] = anyio.current_time() + _SILENT_S
+            raise StoreRefused("it does not answer in time") from None
+        except _BROKEN as error:
+            raise StoreRefused(str(error) or "it closed the connection") from error
+
+    async def _read(self, place: StorePlace, where: BulkRange) -> bytes:
         idle = self._idle.get((place.address, place.token), [])
         while idle:
             try:
                 return await self._ask(idle.pop(), place, where)
+            except TimeoutError:
+                raise
             except _BROKEN:
                 # The engine has closed the idle connection meanwhile.
                 continue
-        try:
-            return await self._ask(await _connect(place), place, where)
-        except TimeoutError:
-            raise StoreRefused("it does not answer in time") from None
-        except _BROKEN as error:
-            raise StoreRefused(str(error) or "it closed the connection") from error
+        return await self._ask(await _connect(place), place, where)
 
     async def _ask(self, connection: _Connection, place: StorePlace, where: BulkRange) -> bytes:
         kept = False

@@ -269,6 +269,7 @@ class Fold:
         live_version: the version of the live parameters as of the last event.
         paused: whether the trace is paused.
         status, error, usage, save_errors, manifest, prompt_logprobs, warnings: as in `Final`, when the trace has ended.
+        lost: why saves of this attempt are out of reach, after which the fold takes no saves; `None` if it has all.
     """
 
     def __init__(self, names: Iterable[str] | None = None, *, verifying: bool = False, contents: bool = True) -> None:
@@ -289,6 +290,7 @@ class Fold:
         self.columns: list[ColumnsManifest] = []
         self.prompt_logprobs: list[list[dict[int, tuple[float, int | None, str | None]]]] = []
         self.warnings: list[str] = []
+        self.lost: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -297,8 +299,8 @@ class Fold:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> None:
-        """Apply the next event.
+    def apply(self, event: Event, lost: Exception | None = None) -> None:
+        """Apply the next event. `lost` says why an output's saves are out of reach: it counts without them.
 
         The first event of a new attempt discards the state, unless that event is a `Final`: a trace that ends between
         two attempts keeps the state of the first.
@@ -307,15 +309,17 @@ class Fold:
             FoldError: the event is not the next one, or has a delta whose path leads nowhere.
         """
         try:
-            self._apply(event)
+            self._apply(event, lost)
         except (Unsavable, RecursionError) as error:
             # The event holds a value that no engine sends: nested too deep, or with invalid keys.
             raise FoldError(f"event {event.attempt}-{event.seq} has a value that cannot be folded: {error}") from error
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Event, lost: Exception | None) -> None:
         self._advance(event)
         if isinstance(event, OutputBase):
-            self._apply_output(event)
+            if lost is not None and self.lost is None and self.contents and self.names != frozenset():
+                self.lost = lost
+            self._apply_output(event, lost)
         elif isinstance(event, Accepted):
             self.accepted = event
             self.live_version = event.live_version
@@ -346,8 +350,9 @@ class Fold:
         self.accepted = None
         self.live_version = 0
         self.paused = False
+        self.lost = None
 
-    def _apply_output(self, output: OutputBase) -> None:
+    def _apply_output(self, output: OutputBase, lost: Exception | None) -> None:
         if not self.contents and output.finish_reason is None:
             return
         state = self.choices.get((output.invoke, output.choice))
@@ -356,7 +361,7 @@ class Fold:
         if not self.contents:
             state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
             return
-        deltas = output.deltas
+        deltas = output.deltas if lost is None and self.lost is None else []
         if output.index != len(state.token_ids):
             raise FoldError(
                 f"{_describe(output)} begins at token {output.index}, and {len(state.token_ids)} came before it"
@@ -383,6 +388,9 @@ class Fold:
         self.warnings = list(final.warnings)
 
     def _apply_deltas(self, state: ChoiceState, deltas: Iterable[Delta]) -> None:
+        if self.lost is not None:
+            # Changes build on those before them.
+            return
         for delta in deltas:
             if isinstance(delta, Columns):
                 state.add_record(delta, self.names)
@@ -461,7 +469,7 @@ class Fold:
         """Compare the digests of the folded saves with the manifest of the trace's `Final`.
 
         If the trace was rejected or its engine was lost, the `Final` has no manifest, and nothing is compared. Nor is
-        anything without `contents`.
+        anything without `contents`, or if saves are `lost`.
 
         Raises:
             DigestMismatch: a save differs, is missing, or is not in the manifest.
@@ -469,7 +477,9 @@ class Fold:
         """
         if not self.finished:
             raise FoldError("only a finished trace can be verified")
-        if not self.contents or (not self.manifest and self.status not in ("finished", "stopped")):
+        if not self.contents or self.lost is not None:
+            return
+        if not self.manifest and self.status not in ("finished", "stopped"):
             return
         wanted = {
             (entry.invoke, entry.choice, entry.name): entry.digest

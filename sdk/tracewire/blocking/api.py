@@ -258,7 +258,11 @@ class Trace(Bridge[AsyncTrace]):
         return self._portal.call(self._async.final)
 
     def state(self) -> State:
-        """The folded state of the events that this handle has read. Copies all containers; arrays are shared."""
+        """The folded state of the events that this handle has read. Copies all containers; arrays are shared.
+
+        Raises:
+            ValueMissing: saves among them are in a bulk store that cannot be read.
+        """
         return self._portal.run(self._async.state)
 
     def result(self) -> Result:
@@ -272,6 +276,7 @@ class Trace(Bridge[AsyncTrace]):
             InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: the saves differ from those that the engine collected.
+            ValueMissing: saves are in a bulk store that cannot be read.
         """
         return self._portal.call(self._async.result)
 
@@ -404,6 +409,7 @@ class Subscription(Bridge[AsyncSubscription]):
             InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: the saves differ from those that the engine collected.
+            ValueMissing: saves are in a bulk store that cannot be read.
         """
         return self._portal.call(self._async.result)
 
@@ -1293,6 +1299,7 @@ class Client(BlockingClient):
         """A trace's state: its events up to the last one at the time of the call, folded.
 
         Raises:
+            ValueMissing: saves of the trace are in a bulk store that cannot be read.
             UnknownTrace: no such trace was submitted, or it has expired.
         """
         return self._portal.call(partial(self._async.get_state, trace_id))

@@ -32,19 +32,21 @@ class Ending:
     """The end of a trace whose final was folded.
 
     Attributes:
-        result: the tokens, text and saves.
+        result: the tokens, text and saves; None if saves are lost or out of reach.
         mismatch: the error for a result that differs from the engine's digests, or None.
     """
 
     def __init__(self, trace_id: str, fold: Fold) -> None:
         self.mismatch: StateMismatch | None = None
+        self.result: Result | None = None
         try:
             fold.verify()
         except DigestMismatch as error:
             self.mismatch = StateMismatch(f"trace {trace_id}: {error}", error.names)
-        self.result = Result(trace_id, fold)
+        if fold.lost is None:
+            self.result = Result(trace_id, fold)
         self._trace_id, self._fold = trace_id, fold
-        for warning in self.result.warnings:
+        for warning in fold.warnings:
             logger.warning("trace %s: %s", trace_id, warning)
 
     def raise_failure(self) -> None:
@@ -66,8 +68,12 @@ class Ending:
         """The result, verified by digest.
 
         Raises:
+            ValueMissing: saves are lost or out of reach.
             StateMismatch: it differs from the engine's digests.
         """
+        if self.result is None:
+            assert self._fold.lost is not None
+            raise self._fold.lost
         if self.mismatch is not None:
             raise self.mismatch
         return self.result

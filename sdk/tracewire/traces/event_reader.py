@@ -77,7 +77,7 @@ class EventReader:
     async def next(self, fold: Fold | None = None) -> Event | None:
         """The next event, folded into `fold` first if there is one; `None` after the final, or once this is closed.
 
-        A gap replaces the folded state by its own.
+        A gap replaces the folded state by its own. An event whose saves are out of reach is folded without them.
 
         Raises:
             MalformedEvent: it cannot be read, or does not follow the folded events.
@@ -123,7 +123,7 @@ class EventReader:
                 continue
             if fold is not None:
                 try:
-                    fold.apply(event)
+                    fold.apply(event, event.lost if isinstance(event, Saving) else None)
                 except ValueError as error:
                     raise MalformedEvent(f"trace {self.trace_id}: {error}") from error
             return event

@@ -94,6 +94,12 @@ class Saving(OutputBase, dict=True):
         """Have `deltas` and `delta` raise this error: the event's saves are lost or out of reach."""
         self.__dict__["_missing"] = error
 
+    @property
+    def lost(self) -> ValueMissing | None:
+        """The error that `deltas` and `delta` raise, if the event's saves are lost or out of reach."""
+        missing: ValueMissing | None = self.__dict__.get("_missing")
+        return missing
+
     def _decoded(self) -> list[list[Delta]]:
         names: frozenset[str] | None = self.__dict__.get("_names")
         if names is not None and not names:

@@ -95,11 +95,16 @@ class State:
         manifest: kind, length and digest of every save on the engine (at the end only).
         prompt_logprobs: by prompt and token, if requested (at the end only).
         warnings: likely mistakes in a block, each with the line in the author's file (at the end only).
+
+    Raises:
+        ValueMissing: saves of the trace are lost or out of reach.
     """
 
     def __init__(self, trace_id: str, fold: Fold) -> None:
         from tracewire_bus.bus import FINAL_ID
 
+        if fold.lost is not None:
+            raise fold.lost
         copy = fold.copy()
         self.trace_id = trace_id
         self.attempt: int = copy.attempt

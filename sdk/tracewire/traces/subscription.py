@@ -102,6 +102,7 @@ class Subscription(EventStream[Event]):
             InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: the saves differ from those that the engine collected.
+            ValueMissing: saves are in a bulk store that cannot be read.
         """
         await self._find()
         fold = Fold(self._names, verifying=True)

@@ -127,7 +127,7 @@ class Trace(EventStream[Item]):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """What this handle has read, as notebooks keep it."""
-        bundle = self.state()._repr_mimebundle_()
+        bundle = {} if self._fold.lost is not None else self.state()._repr_mimebundle_()
         return {**bundle, "text/plain": repr(self)}
 
     @property
@@ -363,7 +363,11 @@ class Trace(EventStream[Item]):
         raise StopAsyncIteration
 
     def state(self) -> State:
-        """The folded state of the events that this handle has read. Copies all containers; arrays are shared."""
+        """The folded state of the events that this handle has read. Copies all containers; arrays are shared.
+
+        Raises:
+            ValueMissing: saves among them are in a bulk store that cannot be read.
+        """
         return State(self.id, self._fold)
 
     async def result(self) -> Result:
@@ -377,6 +381,7 @@ class Trace(EventStream[Item]):
             InterventionError: its block raised; `result` has the output and saves until then.
             TraceFailed: its engine could not go on, or it was cancelled or expired; `result` likewise.
             StateMismatch: the saves differ from those that the engine collected.
+            ValueMissing: saves are in a bulk store that cannot be read.
         """
         await self._read_to_end()
         ending = self._ending()

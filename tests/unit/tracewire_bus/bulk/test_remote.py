@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from tracewire_bus.bulk.remote import RemoteStores, StoreRefused, serve_bulk
 from tracewire_bus.bulk.stores import StorePlace
@@ -101,6 +102,42 @@ async def test_an_engine_that_is_gone_is_refused(stores: RemoteStores) -> None:
         assert await stores.read(place, where()) == DATA
     with pytest.raises(StoreRefused):
         await stores.read(place, where())
+
+
+async def test_an_engine_that_does_not_answer_is_asked_once(
+    stores: RemoteStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire_bus.bulk.remote._PATIENCE_S", 0.05)
+    asked, answers = 0, True
+
+    async def handle(stream: SocketStream) -> None:
+        nonlocal asked
+        received = BufferedByteReceiveStream(stream)
+        with contextlib.suppress(anyio.EndOfStream, anyio.IncompleteRead):
+            await received.receive_until(b"\n", 100)
+            while await received.receive_until(b"\n", 1000):
+                asked += 1
+                if not answers:
+                    await anyio.sleep_forever()
+                await stream.send(b"ok 1\nx")
+
+    async with listening(handle) as place:
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(stores.read, place, where(1))
+        answers = False
+        before = asked
+        with pytest.raises(StoreRefused, match="does not answer in time"):
+            await stores.read(place, where(1))
+        for _ in range(3):
+            with pytest.raises(StoreRefused, match="has not answered of late"):
+                await stores.read(place, where(1))
+        # Not over each of the idle connections.
+        assert asked == before + 1
+        monkeypatch.setattr("tracewire_bus.bulk.remote._SILENT_S", 0.0)
+        stores._silent_until.clear()
+        answers = True
+        assert await stores.read(place, where(1)) == b"x"
 
 
 @pytest.mark.parametrize("reply", [b"what?\n", b"ok -5\n", b"ok 1\nx", b"ok 99999999999999999999\n", b"x" * 5000, b""])
