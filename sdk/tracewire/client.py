@@ -294,7 +294,8 @@ class Client(ControlMethods, RecorderMethods, Experiments):
                 each attempt samples the same tokens. `"fail"`: the trace fails with its first engine.
             max_attempts: how many engines may be lost over the trace before it fails.
             edits: names of standing interventions (`Client.edits`); by default those of scope `"all"` or `"default"`.
-            trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once.
+            trace_id: the trace's id; by default a random one. Submitting the same id twice runs the trace once; the
+                handle of the second submission reads it, and does not cancel it when it is left.
             shared: first values, by name, of lists, dicts and arrays that all blocks share (`result.shared`).
             token_strings: whether the engine sends a string with each token id.
             on_lag: what the engine does if Redis takes the trace's events more slowly than the engine makes them.

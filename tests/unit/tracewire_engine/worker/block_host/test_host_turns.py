@@ -72,11 +72,15 @@ def served(request: pytest.FixtureRequest) -> Iterator[HostedModel]:
 def test_a_block_that_takes_too_long_ends_with_an_error_and_others_go_on(
     served: HostedModel, block: str, lines: Sequence[int]
 ) -> None:
-    impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
-    found = impatient.run({"slow": block, "reads": READS, "later": LATER})
-    finish = found["slow"].finish
-    assert finish is not None
-    assert finish.error is not None
+    for _ in range(3):
+        impatient = HostedModel(step_s=4.0, pool=served.pool, visits=served.visits is not None)
+        found = impatient.run({"slow": block, "reads": READS, "later": LATER})
+        finish = found["slow"].finish
+        assert finish is not None
+        assert finish.error is not None
+        # On a busy machine, a block's turn may end before its code has run: it has no line.
+        if finish.error.line is not None:
+            break
     assert finish.error.type == "BlockTimeout"
     assert finish.error.line in lines
     assert finish.error.filename == "mine.py"
