@@ -72,7 +72,7 @@ _CONTROLLER: Final = _Rights(
         *("record_create", "record_forget", "record_steer", "record_cancel", "record_pause", "record_sweep"),
         *("queue_put", "queue_withdraw", "renew", "blob_begin", "expire_once"),
     ),
-    (*_READS, "hset", "del", "expire", "info", "memory|usage", "zcard", "zrange"),
+    (*_READS, "hset", "hdel", "del", "expire", "info", "memory|usage", "zcard", "zrange"),
 )
 _RIGHTS: Final[dict[Role, _Rights]] = {
     "consumer": _Rights((*_CONSUMER, "R {t*}:firehose"), (), _READS),
