@@ -9,7 +9,7 @@ import msgspec
 
 from tracewire_bus.wire.messages import Declared, Live, Probe, StopWhen, When
 
-from .value_checks import DeclarationError, check_number
+from .value_checks import MAX_INDEX, DeclarationError, check_number
 
 __all__ = [
     "MAX_TOKENS",
@@ -28,13 +28,14 @@ MAX_SEQUENCES: Final = 1024
 MAX_TEXT: Final = 200
 
 _THRESHOLDS: Final = ("above", "below", "release")
+_INTEGERS: Final = ("start", "stop", "every", "output")
 #: What a field of a condition takes.
 _EXPECTED: Final = {
     "probe": "a probe's name",
     "tokens": "a list of token ids, or several such lists",
     "text": "a text",
     "part": "'prompt' or 'answer'",
-    **dict.fromkeys(("start", "stop", "every", "output"), "an integer"),
+    **dict.fromkeys(_INTEGERS, "an integer"),
     **dict.fromkeys(_THRESHOLDS, "a number or Live(name)"),
 }
 
@@ -57,7 +58,18 @@ def normalized_condition(when: Any, field: str) -> When:
         except msgspec.ValidationError:
             wrong = getattr(when, name)
             raise DeclarationError(f"{field}.{name}", f"expected {_EXPECTED[name]}, got {wrong!r}"[:200]) from None
-    return msgspec.convert(found, When)
+    plain = msgspec.convert(found, When)
+    # Greater integers than those of 64 bits do not reach the other checks.
+    _check_greatest(plain, field)
+    return plain
+
+
+def _check_greatest(when: When, field: str) -> None:
+    """Refuse integers that the worker's tensors do not hold."""
+    for name in _INTEGERS:
+        value = getattr(when, name)
+        if value is not None and abs(value) > MAX_INDEX:
+            raise DeclarationError(f"{field}.{name}", f"expected an integer of at most {MAX_INDEX}, got {value}"[:200])
 
 
 def _plain(value: Any) -> Any:
@@ -118,6 +130,7 @@ def check_conditions(interventions: Sequence[Declared], probes: Mapping[str, tup
 def _check_one(when: When, probes: Mapping[str, tuple[Probe, bool]], field: str) -> None:
     if when == When():
         raise DeclarationError(field, "expected a condition: probe, start, stop, every, tokens, text or part")
+    _check_greatest(when, field)
     _check_probe(when, probes, field)
     if when.start is not None and when.start < 0:
         raise DeclarationError(f"{field}.start", f"expected an index of 0 or more, got {when.start}")

@@ -10,12 +10,12 @@ from tracewire_bus.wire.messages import StopWhen, Submission
 
 from .intervention_checks import live_name
 from .limits import MAX_LIVE_VALUES, measure
+from .value_checks import MAX_INDEX
 
 __all__ = ["ScheduleError", "check_plan"]
 
-#: How many changes a submission may plan, and the greatest index of a token.
+#: How many changes a submission may plan.
 MAX_CHANGES: Final = 10_000
-MAX_INDEX: Final = 2**31 - 1
 
 
 class ScheduleError(ValueError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from tracewire_bus.wire.arrays import array_of
 from tracewire_bus.wire.kinds import is_array
 from tracewire_bus.wire.refs import ArrayRef, is_vector
 
-__all__ = ["DeclarationError", "check_array", "check_content", "check_number"]
+__all__ = ["MAX_INDEX", "DeclarationError", "check_array", "check_content", "check_number"]
+
+#: The greatest index of a token: engines count tokens in 32 bits.
+MAX_INDEX: Final = 2**31 - 1
 
 
 class DeclarationError(ValueError):

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from tracewire_bus.domain.condition_checks import MAX_TOKENS
+from tracewire_bus.domain.value_checks import MAX_INDEX
 from tracewire_bus.wire.messages import When
 
 __all__ = ["RowCondition", "Signals", "Watch", "Windows", "condition_key", "filled", "made_patterns", "on_device"]
 
 #: No limit of a token's index.
-_EVER: Final = 2**31 - 1
+_EVER: Final = MAX_INDEX
 #: An id of a pattern that any token matches, and one that no token has.
 _ANY, _NONE = -1, -2
 
@@ -294,14 +295,15 @@ class _Range:
         start, stop, every = np.repeat(ranges, counts, 0).T
         after = index - start
         #: The tick from which on a row is in its range, and at which it is not any more.
-        self._from = on_device(torch.from_numpy((-after).astype(np.int32)), device) if (after < 0).any() else None
-        #: `stop` may be as great as a number of 32 bits can be.
+        #: From the rows of a prompt, the greatest index is further away than a number of 32 bits can say.
+        since = np.minimum(-after, _EVER)
+        self._from = on_device(torch.from_numpy(since.astype(np.int32)), device) if (after < 0).any() else None
         until = np.minimum(stop - index, _EVER)
         self._until = on_device(torch.from_numpy(until.astype(np.int32)), device) if (stop < _EVER).any() else None
         self._every = self._after = None
         if (every > 1).any():
-            self._every = on_device(torch.from_numpy(every.astype(np.int32)), device)
-            self._after = on_device(torch.from_numpy(after.astype(np.int32)), device)
+            self._every = on_device(torch.from_numpy(np.ascontiguousarray(every)), device)
+            self._after = on_device(torch.from_numpy(after), device)
 
     @property
     def always(self) -> bool:

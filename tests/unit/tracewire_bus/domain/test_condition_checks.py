@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.tracewire_bus.domain.test_intervention_checks import HIDDEN, checked
-from tracewire_bus.domain.intervention_checks import DeclarationError, decode_interventions, normalize, substitute_live
+from tests.unit.tracewire_bus.domain.test_intervention_checks import HIDDEN, checked, tree
+from tracewire_bus.domain.intervention_checks import (
+    DeclarationError,
+    check,
+    decode_interventions,
+    encode_arrays,
+    normalize,
+    substitute_live,
+)
 from tracewire_bus.wire.messages import Live, Probe, Steer, StopWhen, When
 
 V = np.ones(HIDDEN, np.float32)
@@ -39,6 +46,13 @@ def steer(when: Any) -> Steer:
         (When(stop=0), "when.stop", "the range is empty"),
         (When(every=0), "when.every", "1 or more"),
         (When(every=1.5), "when.every", "an integer"),  # type: ignore[arg-type]
+        (When(start=2**31), "when.start", "at most 2147483647, got 2147483648"),
+        (When(start=2**32), "when.start", "at most 2147483647"),
+        (When(stop=2**63), "when.stop", "at most 2147483647"),
+        (When(stop=2**70), "when.stop", "at most 2147483647"),
+        (When(every=2**32), "when.every", "at most 2147483647"),
+        (When(probe="score", above=1.0, output=2**70), "when.output", "at most 2147483647"),
+        (When(probe="score", above=1.0, output=-(2**70)), "when.output", "at most 2147483647"),
         (When(tokens=[]), "when.tokens", "1 to 1024 sequences"),
         (When(tokens=[[]]), "when.tokens", "sequences of 1 to 8"),
         (When(tokens=[list(range(9))]), "when.tokens", "sequences of 1 to 8"),
@@ -53,6 +67,19 @@ def test_a_condition_that_cannot_hold_is_refused_by_its_field(when: Any, field: 
     with pytest.raises(DeclarationError, match=says) as error:
         checked(SCORE, Probe("wide", "residual(*)", V), steer(when))
     assert error.value.field == f"interventions[2].{field}"
+
+
+@pytest.mark.parametrize("name", ["start", "stop", "every"])
+def test_an_engine_refuses_an_index_that_it_cannot_count_to(name: str) -> None:
+    """What another client than ours sends was not made plain by ours."""
+    for value in (2**31 - 1, 2**31, 2**32, 2**63):
+        sent = decode_interventions([encode_arrays(steer(When(**{name: value})), {"vector": V})])
+        if value < 2**31:
+            check(sent, tree(), hidden_size=HIDDEN, live={})
+            continue
+        with pytest.raises(DeclarationError, match=f"at most 2147483647, got {value}") as error:
+            check(sent, tree(), hidden_size=HIDDEN, live={})
+        assert error.value.field == f"interventions[0].when.{name}"
 
 
 def test_probes_whose_conditions_depend_on_each_other_are_refused() -> None:

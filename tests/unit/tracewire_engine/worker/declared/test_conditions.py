@@ -107,6 +107,22 @@ def test_a_mask_takes_all_parts_of_a_condition_and_the_tick() -> None:
     assert probe.mask().tolist() == [False, True, True]
 
 
+def test_the_greatest_index_is_no_early_one() -> None:
+    """Also from the rows of a prompt, which are further away from it than a number of 32 bits can say."""
+    signals, most = Signals(CPU), 2**31 - 1
+    for when, holds in ((When(start=most), 0), (When(stop=most), 2), (When(start=most - 2, every=most), 0)):
+        condition = RowCondition(signals, [(0, when, -3, 3, 5)], None, np.arange(5))
+        assert int(condition.mask().sum()) == holds, when
+    # Every so many tokens, from the first.
+    every = RowCondition(signals, [(0, When(every=most), -3, 3, 5)], None, np.arange(5))
+    for tick in (0, 1, 100):
+        signals.tick.fill_(tick)
+        assert every.mask().tolist() == [tick + index == 0 for index in range(-3, 2)]
+    late = RowCondition(signals, [(0, When(start=0, every=most), 5, 0, 1)], None, np.arange(1))
+    signals.tick.fill_(most)
+    assert late.mask().tolist() == [False]
+
+
 def test_conditions_of_one_form_share_a_group() -> None:
     assert condition_key(None) == ()
     assert condition_key(When(start=1)) == condition_key(When(stop=9, every=3))
