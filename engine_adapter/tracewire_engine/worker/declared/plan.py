@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -299,6 +299,20 @@ class _Plan:
             self.windows.again()
 
 
+class _Step(NamedTuple):
+    """A step to plan: its requests in the order of the batch, with how many tokens of each it computes.
+
+    `computed` is how many tokens of each were computed before, `drafts` which of its tokens are drafts.
+    """
+
+    req_ids: list[str]
+    counts: list[int]
+    total: int
+    states: Mapping[str, Any]
+    computed: list[int]
+    drafts: Mapping[str, Sequence[int]]
+
+
 class DeclaredRequests:
     """The declared interventions of the worker's live requests, and the plan of the step under way."""
 
@@ -456,7 +470,7 @@ class DeclaredRequests:
         ):
             # What fails while it is made makes it outdated.
             self.stale = False
-            plan = self.plan = self._build(req_ids, counts, total, states, computed, drafts)
+            plan = self.plan = self._build(_Step(req_ids, counts, total, states, computed, drafts))
         else:
             plan.computed = computed
             plan.steps += 1
@@ -526,55 +540,31 @@ class DeclaredRequests:
         _, add = self.shards
         return failed if add is None else bool(add(torch.tensor([float(failed)], device=self._device)).item())
 
-    def _build(
-        self,
-        req_ids: list[str],
-        counts: list[int],
-        total: int,
-        states: Mapping[str, Any],
-        computed: list[int],
-        drafts: Mapping[str, Sequence[int]],
-    ) -> _Plan:
-        plan = _Plan()
-        plan.req_ids, plan.computed, plan.counts = list(req_ids), computed, counts
-        plan.places = [place for place, request_id in enumerate(req_ids) if request_id in self.live]
-        gathering, served = Gathering(self.fail, self.served.step), self.served
-        order = zip(req_ids, computed, counts, strict=True)
-        plan.declarations = served.serve(self.live, order, states, drafts, gathering)
-        served.settle(self.plan.declarations if self.plan is not None else ())
-        plan.steady = all(one.generates for one in plan.declarations)
-        plan.reads = any(one.declaration.reads for one in plan.declarations)
-        for members, rows in gathering.groups(total, self._device):
-            op = members[0].op
-            collector = None
-            if isinstance(op.one, Reading) and not members[0].keys:
-                collector = Collector(members, rows, op.one, len(op.sites), op.pattern, members[0].place)
-                plan.collectors.append(collector)
-            for place, (location, residual) in enumerate(op.sites):
-                if self.here is not None and not self.here(location):
-                    # Reads of another stage are at another address in each step.
-                    for join in plan.joins.values():
-                        join.tried |= collector is not None
-                    continue
-                hook = plan.hooks.setdefault(location, LocationHook(location, self))
-                group = group_kind(members[0])(members, rows, residual, self._device)
-                group.location = location
-                plan.take(group)
-                if collector is not None:
-                    group.collector, group.site = collector, place
-                if isinstance(group, SiteGroup):
-                    group.begin(self._attention(plan, location), self._device)
-                elif isinstance(group, FeatureGroup):
-                    group.across(*self.shards, partial(self.agree, location))
-                hook.groups.append(group)
-        plan.take(gathering)
-        declarations = [one.declaration for one in plan.declarations]
-        plan.windows = made_windows(self.signals, declarations, total, self.ids)
-        plan.conditional = connect(self.signals, list(plan.groups), plan.windows, declarations)
-        return plan
+    def _build(self, step: _Step) -> _Plan:
+        """Plan a step. Interventions that cannot be planned fail; other requests are unaffected."""
+        try:
+            return _planned(self, step, self.live)
+        except Exception:
+            logger.exception("a step's declared interventions could not be planned")
+        planned = [one for name in step.req_ids if (one := self.live.get(name)) is not None and one.failure is None]
+        for declaration in planned:
+            try:
+                _planned(self, step, {declaration.id: declaration})
+            except Exception as error:
+                self._unplanned(declaration, error)
+        try:
+            return _planned(self, step, self.live)
+        except Exception as error:  # though each can be planned by itself
+            for declaration in planned:
+                self._unplanned(declaration, error)
+        return _planned(self, step, self.live)
 
-    def _attention(self, plan: _Plan, location: str) -> AttentionSite:
-        """What the attention patterns at a location need."""
+    def _unplanned(self, declaration: Declaration, error: Exception) -> None:
+        message = f"the interventions cannot be planned: {error}"
+        self._failed(declaration, Failure(type=type(error).__name__, message=message, field="interventions"))
+
+    def attention(self, plan: _Plan, location: str) -> AttentionSite:
+        """What the attention patterns of a plan need at a location."""
         module, pool = self.module_at(location), self.pools.at(location)
         rank, add = self.shards
         return AttentionSite(module, self.pools, pool, lambda: plan.steps, rank, add, partial(self.agree, location))
@@ -699,6 +689,47 @@ class DeclaredRequests:
         plan.again()
         if join.kernels is not None:
             join.flat = joined[0]
+
+
+def _planned(owner: DeclaredRequests, step: _Step, live: Mapping[str, Declaration]) -> _Plan:
+    """Plan a step for these of its requests with declared interventions."""
+    plan, device, here = _Plan(), owner.signals.device, owner.here
+    plan.req_ids, plan.computed, plan.counts = list(step.req_ids), step.computed, step.counts
+    plan.places = [place for place, request_id in enumerate(step.req_ids) if request_id in live]
+    gathering, served = Gathering(owner.fail, owner.served.step), owner.served
+    order = zip(step.req_ids, step.computed, step.counts, strict=True)
+    plan.declarations = served.serve(live, order, step.states, step.drafts, gathering)
+    served.settle(owner.plan.declarations if owner.plan is not None else ())
+    plan.steady = all(one.generates for one in plan.declarations)
+    plan.reads = any(one.declaration.reads for one in plan.declarations)
+    for members, rows in gathering.groups(step.total, device):
+        op = members[0].op
+        collector = None
+        if isinstance(op.one, Reading) and not members[0].keys:
+            collector = Collector(members, rows, op.one, len(op.sites), op.pattern, members[0].place)
+            plan.collectors.append(collector)
+        for place, (location, residual) in enumerate(op.sites):
+            if here is not None and not here(location):
+                # Reads of another stage are at another address in each step.
+                for join in plan.joins.values():
+                    join.tried |= collector is not None
+                continue
+            hook = plan.hooks.setdefault(location, LocationHook(location, owner))
+            group = group_kind(members[0])(members, rows, residual, device)
+            group.location = location
+            plan.take(group)
+            if collector is not None:
+                group.collector, group.site = collector, place
+            if isinstance(group, SiteGroup):
+                group.begin(owner.attention(plan, location), device)
+            elif isinstance(group, FeatureGroup):
+                group.across(*owner.shards, partial(owner.agree, location))
+            hook.groups.append(group)
+    plan.take(gathering)
+    declarations = [one.declaration for one in plan.declarations]
+    plan.windows = made_windows(owner.signals, declarations, step.total, owner.ids)
+    plan.conditional = connect(owner.signals, list(plan.groups), plan.windows, declarations)
+    return plan
 
 
 def _supply(collectors: list[Collector], read: list[tuple[int, int, list[tuple[str, int, int]], torch.Tensor]]) -> None:

@@ -79,7 +79,8 @@ class ServedRequests:
     def _serve(self, declaration: Declaration, chunk: Chunk, drafts: int, gathering: Gathering) -> Served:
         """Serve a request's rows, of which the last ones are drafts, in another way than before."""
         known = self._known.get(declaration.id)
-        if known is not None:
+        # A step that is planned again has served nothing yet.
+        if known is not None and known.since < self.step:
             known.settle(self.step - 1)
         declaration.begin_rows(self._signals, chunk.start, chunk.count, chunk.first)
         end = chunk.first + chunk.count
