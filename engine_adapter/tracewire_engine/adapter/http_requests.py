@@ -30,6 +30,7 @@ from tracewire_engine.protocol.messages import Generated
 from .engine_api import Rejection
 from .pending import PendingRecords
 from .report_router import ReportRouter
+from .runner_bounds import RunnerBounds
 from .standing_edits import RequestEdits, StandingEdits
 
 __all__ = ["ASKED", "EditedClient", "PlainRequests"]
@@ -188,9 +189,10 @@ class PlainRequests:
 class EditedClient:
     """Wraps vLLM's engine client: adds the model's edits to requests, and passes all other calls on."""
 
-    def __init__(self, client: Any, plain: PlainRequests) -> None:
+    def __init__(self, client: Any, plain: PlainRequests, bounds: RunnerBounds) -> None:
         self._client = client
         self._plain = plain
+        self._bounds = bounds
         #: By the client's request id, the adapter's ids of the running requests.
         self._ours: dict[str, list[str]] = {}
 
@@ -204,11 +206,12 @@ class EditedClient:
 
         Raises:
             ValueError: the request asks for edits that do not run here, sets an extra argument of the engine's own or a
-                priority, or asks for too many choices.
+                priority, asks for too many choices, or has sampling params that vLLM's runner does not take.
         """
         _check_bounds(sampling_params, options, self._plain.most_choices)
         asked, params = _asked(sampling_params)
         try:
+            self._bounds.check(params, "")
             chosen = self._plain.choose(asked)
         except Rejection as rejection:
             raise ValueError(f"{rejection.failure.field}: {rejection.failure.message}") from None

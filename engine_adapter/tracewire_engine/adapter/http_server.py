@@ -27,6 +27,7 @@ from tracewire_engine.link.addresses import host_and_port
 
 from .http_fence import ROUTES, Fence, is_public
 from .http_requests import EditedClient, PlainRequests
+from .runner_bounds import RunnerBounds
 
 __all__ = ["OPEN", "Guarded", "HttpApi", "bound", "parsed"]
 
@@ -210,7 +211,7 @@ class HttpApi:
         arguments.model, arguments.served_model_name = path, arguments.served_model_name or [model]
         arguments.disable_log_stats = not getattr(llm, "log_stats", False)
         tasks = await llm.get_supported_tasks()
-        client = EditedClient(llm, plain)
+        client = EditedClient(llm, plain, RunnerBounds(llm))
         # `_known` leaves out arguments that this version of vLLM does not take.
         with kept_logging():
             # A package that `build_app` imports reconfigures the root logger to log errors only.

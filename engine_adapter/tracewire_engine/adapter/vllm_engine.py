@@ -49,6 +49,7 @@ from .images import rendered, taken
 from .pending import REPORT_S
 from .prompts import Prompts
 from .result_reads import asks_result
+from .runner_bounds import RunnerBounds
 from .sampling import FIELDS, Constrained, ConstraintChecks, pinned_seed, resolved, sampling_params
 
 __all__ = ["VllmEngine"]
@@ -244,6 +245,7 @@ class VllmEngine:
         self._prompts = Prompts(model.tokenizer, self.llm.model_config, prompt_tokens)
         self._chats = Chats(self.llm, chats or ChatOptions())
         self._constraints = ConstraintChecks(self.llm)
+        self._bounds = RunnerBounds(self.llm)
         self._loras = {one.lora_name: one for one in model.loras}
         #: Whether vLLM makes OpenTelemetry spans (`--otlp-traces-endpoint`). Otherwise it warns of contexts.
         self._has_spans = self.llm.vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -268,7 +270,7 @@ class VllmEngine:
         lora = self._lora(invoke, where)
         prompt, token_ids, chat = await self._prompt(invoke, where)
         _check_positions(submission.interventions, len(token_ids))
-        params = sampling_params(invoke, where) if chat is None else chat.params
+        params = self._params(invoke, chat, where)
         if params.seed is None and params.temperature > 0 and submission.max_attempts > 1:
             params.seed = pinned_seed(submission.trace, index)
         sampling = resolved(params)
@@ -312,6 +314,11 @@ class VllmEngine:
             context=w3c_context(submission.context) if self._has_spans else None,
             drafts=_drafts(self.llm.vllm_config, params.extra_args or {}),
         )
+
+    def _params(self, invoke: Invoke, chat: RenderedChat | None, where: str) -> SamplingParams:
+        params = sampling_params(invoke, where) if chat is None else chat.params
+        self._bounds.check(params, f"{where}sampling.")
+        return params
 
     def _lora(self, invoke: Invoke, where: str) -> Any:
         """vLLM's request for the LoRA adapter that an invoke names, if it names one.

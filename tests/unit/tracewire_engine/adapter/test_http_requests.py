@@ -14,9 +14,13 @@ from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import AttentionPattern, Failure, Steer
 from tracewire_engine.adapter.http_requests import EditedClient, PlainRequests, _arguments, _asked
 from tracewire_engine.adapter.report_router import ReportRouter
+from tracewire_engine.adapter.runner_bounds import RunnerBounds
 from tracewire_engine.adapter.standing_edits import RequestEdits, RunnableEdit
 from tracewire_engine.protocol.keys import DECLARED_ARG, DRAFTS_ARG, EDITS_ARG
 from tracewire_engine.protocol.messages import EditBlock, FinishRecord, Placed
+
+#: A runner that takes everything.
+NO_BOUNDS: Any = SimpleNamespace(check=lambda params, where: None)
 
 
 async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
@@ -25,7 +29,7 @@ async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
     ended: list[int] = []
     plain = PlainRequests(bus, edits, ReportRouter(None, {}, 0), {}, "e", lambda: ended.append(plain.running))
     played = PlayedClient()
-    client: Any = EditedClient(played, plain)
+    client: Any = EditedClient(played, plain, NO_BOUNDS)
     params = SimpleNamespace(extra_args=None)
     outputs = [client.generate("hello", params, "t0"), client.generate("hello", params, "t0")]
     assert [(await anext(one)).request_id for one in outputs] == ["t0", "t0"]
@@ -38,6 +42,16 @@ async def test_a_plain_client_ends_its_own_requests_only(bus: Bus) -> None:
     await client.abort("t0")
     assert played.asked[2:] == [("abort", ["o0", "o1"]), ("over", "o0"), ("over", "o1")]
     assert ended == [1, 0]
+    assert not plain.busy
+
+
+async def test_what_the_runner_does_not_take_is_the_client_s_error(bus: Bus) -> None:
+    plain = PlainRequests(bus, await standing(bus), ReportRouter(None, {}, 0), {}, "e", lambda: None)
+    llm = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=False))
+    client, params = EditedClient(PlayedClient(), plain, RunnerBounds(llm)), SimpleNamespace(extra_args=None)
+    params.seed, params.n = 2**63 - 1, 2
+    with pytest.raises(ValueError, match=r"^seed: expected an integer from .* to 9223372036854775806, got"):
+        client.generate("hello", params, "cmpl-1")
     assert not plain.busy
 
 
@@ -56,7 +70,7 @@ async def test_what_a_plain_client_may_not_bring(bus: Bus, extra: dict[str, Any]
     params = SimpleNamespace(extra_args=extra)
     params.clone = lambda: SimpleNamespace(extra_args=extra)
     with pytest.raises(ValueError, match=message):
-        EditedClient(PlayedClient(), plain).generate("hello", params, "cmpl-1")
+        EditedClient(PlayedClient(), plain, NO_BOUNDS).generate("hello", params, "cmpl-1")
     assert not plain.busy
 
 

@@ -13,8 +13,9 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tracewire_bus.wire.messages import Drafts
+from tracewire_bus.wire.messages import Drafts, Invoke, Submission
 from tracewire_engine.adapter.engine_api import EngineLost, Rejection
+from tracewire_engine.adapter.runner_bounds import RunnerBounds
 from tracewire_engine.adapter.vllm_engine import VllmEngine, _drafts, _VllmOutputs
 from tracewire_engine.launch.cli import _untapped
 from tracewire_engine.protocol.keys import BLOCK_ARG, DECLARED_ARG, DRAFTS_ARG, FORCED_ARG
@@ -131,3 +132,19 @@ def test_a_request_is_told_whether_it_is_drafted(arguments: tuple[str, ...], dra
     assert given.keys() == set(arguments)
     assert _drafts(config, given) == drafts
     assert (DRAFTS_ARG in given) == (arguments == (DECLARED_ARG,))
+
+
+async def test_what_the_runner_does_not_take_is_refused_by_its_field() -> None:
+    engine = object.__new__(VllmEngine)
+
+    async def prompt(*_: Any) -> tuple[Any, list[int], None]:
+        return {}, [1], None
+
+    engine._prompt = prompt  # type: ignore[method-assign]
+    engine._bounds = RunnerBounds(SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=False)))
+    odd = Invoke(prompt="a", sampling={"seed": 2**63})
+    for invokes, field in (([odd], "sampling.seed"), ([Invoke(prompt="b"), odd], "invokes[1].sampling.seed")):
+        submission = Submission(trace="t", model="m", invokes=invokes)
+        with pytest.raises(Rejection, match="expected an integer from") as caught:
+            await engine.prepare(submission, len(invokes) - 1, None, None, "run")
+        assert caught.value.failure.field == field
