@@ -65,13 +65,20 @@ from .traced_model import TracedModel
 
 __all__ = ["RunnerParts"]
 
-#: The device memory for logits of recorded lenses, and what one logit takes: two bytes and four.
-_LOGITS_BYTES, _LOGIT_BYTES = 128 << 20, 6
+#: The device memory for logits of recorded lenses, and for those that other lenses compute at once.
+_LOGITS_BYTES, _AT_ONCE = 128 << 20, 256 << 20
+#: What one logit takes: two bytes and four, or with a model in float32 four.
+_LOGIT_BYTES = 6
 
 
 def _module_at(model: torch.nn.Module, location: str) -> torch.nn.Module:
     """The module of a location, such as `model.model.layers.3.self_attn.attn.input`."""
     return model.get_submodule(location.removeprefix("model.").rpartition(".")[0])
+
+
+def _rows_of_logits(nbytes: int, vocabulary: int) -> int:
+    """How many rows of logits take at most so many bytes."""
+    return nbytes // (_LOGIT_BYTES * vocabulary)
 
 
 class RunnerParts:
@@ -181,7 +188,9 @@ class RunnerParts:
             self.tracewire_declared.shards = group.rank_in_group, tensor_model_parallel_all_reduce
         elif self.device.type == "cuda" and pipeline is None and self.vllm_config.lora_config is None:
             # Ranks exchange parts of the logits, and an adapter's kernels take other arguments in each step.
-            self.tracewire_declared.head_rows = _LOGITS_BYTES // (_LOGIT_BYTES * self.model_config.get_vocab_size())
+            self.tracewire_declared.head_rows = _rows_of_logits(_LOGITS_BYTES, self.model_config.get_vocab_size())
+        # As many on each rank, which make the same calls.
+        self.tracewire_declared.lens_rows = max(1, _rows_of_logits(_AT_ONCE, self.model_config.get_vocab_size()))
         DeclaredInterleaver.install(interleaver, self.tracewire_declared, module)
         interleaver.batcher = RowBatcher(None)
         interleaver.fragments.__class__ = ColumnFragments

@@ -225,10 +225,13 @@ class Collector:
         self.pattern = pattern
         self.found: list[torch.Tensor | None] = [None] * sites
 
-    def results(self, lens: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor] | None:
+    def results(
+        self, lens: Callable[[torch.Tensor], torch.Tensor | None], at_once: int = 0
+    ) -> dict[str, torch.Tensor] | None:
         """Tensors by part of an item (`""`: the only one), with a row for each row or member of the read.
 
-        `lens` computes logits. `None` if this rank lacks values of a location, or the logits.
+        `lens` computes logits, of `at_once` rows at a time (0: of all). `None` if this rank lacks values of a location,
+        or the logits.
         """
         if any(found is None for found in self.found):
             return None
@@ -240,14 +243,7 @@ class Collector:
                 "activations": activations.contiguous(),
             }
         if isinstance(self.one, LogitLens | Lens):
-            logits = lens(values.reshape(-1, values.shape[-1]))
-            if logits is None:
-                return None
-            top = logits.float().topk(min(self.one.top_k, logits.shape[-1]), dim=-1)
-            shape = (*values.shape[:-1], top.values.shape[-1])
-            # Where a condition does not hold, the values are none, and so are the logits.
-            ids = torch.where(top.values.isnan(), -1, top.indices.to(torch.int32))
-            return {"token_ids": ids.reshape(shape), "logits": top.values.reshape(shape)}
+            return _likeliest(values, lens, at_once, self.one.top_k)
         if isinstance(self.one, AttentionPattern) and self.one.top_k:
             places = torch.where(values[..., 0].isnan(), -1, values[..., 0].to(torch.int32))
             return {"positions": places, "weights": values[..., 1].contiguous()}
@@ -307,6 +303,26 @@ class Collector:
     def each_one(self) -> bool:
         """Whether each member has one row of the result, however many rows it has of the step."""
         return isinstance(self.one, Hold) or (isinstance(self.one, Probe) and self.one.reduce == "mean")
+
+
+def _likeliest(
+    values: torch.Tensor, lens: Callable[[torch.Tensor], torch.Tensor | None], at_once: int, top_k: int
+) -> dict[str, torch.Tensor] | None:
+    """The likeliest tokens of residual streams `[..., hidden]`, by the logits of `at_once` of them at a time."""
+    rows, found = values.reshape(-1, values.shape[-1]), []
+    # As many calls on each rank: also one that is given no logits takes part in all of them.
+    for piece in rows.split(at_once or max(1, len(rows))):
+        logits = lens(piece)
+        if logits is not None:
+            found.append(logits.float().topk(min(top_k, logits.shape[-1]), dim=-1))
+        del logits
+    if not found:
+        return None
+    logits, indices = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+    shape = (*values.shape[:-1], logits.shape[-1])
+    # Where a condition does not hold, the values are none, and so are the logits.
+    ids = torch.where(logits.isnan(), -1, indices.to(torch.int32))
+    return {"token_ids": ids.reshape(shape), "logits": logits.reshape(shape)}
 
 
 def raw(values: torch.Tensor) -> torch.Tensor:

@@ -329,6 +329,8 @@ class DeclaredRequests:
         #: rows it is recorded at most.
         self.recorders = {with_head: KernelRecorder(device) for with_head in (False, True)}
         self.head_rows = 0
+        #: Of how many rows the model's head computes logits at once; 0: of all.
+        self.lens_rows = 0
         #: What steps leave for later ones; and what returns the token ids of the step under way, on the device.
         self.signals = Signals(device)
         self.served = ServedRequests(self.signals)
@@ -647,7 +649,7 @@ class DeclaredRequests:
             results = None
             try:
                 if not collector.takes_head or self.agree("the head", collector.members):
-                    results = collector.results(lens)
+                    results = collector.results(lens, self.lens_rows)
             except Exception as error:
                 self.fail(collector.members, error)
             if results is None:
@@ -677,7 +679,7 @@ class DeclaredRequests:
 
         def launch() -> None:
             plan.read_buffers(self.buffers, lasting=self.here is None)
-            results = [(collector, collector.results(lens) or {}) for collector in plan.collectors]
+            results = [(collector, collector.results(lens, self.lens_rows) or {}) for collector in plan.collectors]
             joined.append(Arrangement(results).join())
 
         buffered = plan.unread

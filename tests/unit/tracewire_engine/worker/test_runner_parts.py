@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tracewire_engine  # noqa: F401 (before nnsight)
-from tracewire_engine.worker.runner_parts import RunnerParts
+from tracewire_engine.worker.runner_parts import _AT_ONCE, _LOGITS_BYTES, RunnerParts, _rows_of_logits
 
 
 def test_what_lies_in_the_kv_cache_changes_later() -> None:
@@ -30,3 +30,11 @@ def test_the_lens_norms_a_stream_before_the_head() -> None:
     parts.tracewire_norm = None
     with pytest.raises(ValueError, match="no final norm"):
         RunnerParts._lens(parts, torch.ones(1, 2))
+
+
+def test_logits_of_so_many_rows_are_in_memory_at_once() -> None:
+    """A prompt of 500 tokens under a lens at 32 layers would need more than 10 GiB of them."""
+    rows = _rows_of_logits(_AT_ONCE, 128_256)
+    assert rows == 348
+    # In the model's 16 bits, and in the 32 bits of the greatest.
+    assert rows * 128_256 * (2 + 4) <= _AT_ONCE < 2 * _LOGITS_BYTES + 1

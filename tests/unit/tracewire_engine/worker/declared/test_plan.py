@@ -19,7 +19,7 @@ from tests.support.declared_plans import (
     play,
 )
 from tracewire_bus.domain.intervention_checks import normalize
-from tracewire_bus.wire.messages import Steer, When
+from tracewire_bus.wire.messages import LogitLens, Steer, When
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRuns
@@ -91,6 +91,30 @@ def test_a_plan_is_made_anew_when_a_request_beside_it_has_other_tokens() -> None
         plain.state.num_computed_tokens += 1
         request.state.num_computed_tokens += 1
     assert [plans.index(plan) for plan in plans] == [0, 0, 2, 2, 4]
+
+
+def test_the_head_has_so_many_rows_of_a_step_at_once() -> None:
+    """Those of all requests, positions and locations."""
+    declared = DeclaredRequests(torch.device("cpu"))
+    declared.lens_rows, counts = 4, {"a": 2, "b": 3}
+    (one,) = normalize([LogitLens("l", "residual(*)", top_k=3, positions="all")])
+    encoded = msgspec.msgpack.encode([Placed(one, [(f"layer.{layer}.output", True) for layer in range(3)], True)])
+    for name in ("a", "b"):
+        run = LiveRuns().join("r", pack({}), name, name, 0)
+        declared.add(name, Declaration(name, 0, encoded, run, declared.decoded))
+    states = {name: SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=count) for name, count in counts.items()}
+    declared.begin(list(counts), counts, 5, states)
+    for hook in declared.hooks.values():
+        hook.run((torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)))
+    made: list[int] = []
+
+    def lens(values: torch.Tensor) -> torch.Tensor:
+        made.append(len(values))
+        return values @ HEAD.T
+
+    assert declared.collect(lens) is not None
+    assert sum(made) == 15
+    assert max(made) == 4
 
 
 def steered(declared: DeclaredRequests, name: str, scale: float) -> None:
