@@ -182,7 +182,7 @@ class Writer:
             BusFull: Redis had no memory for too long, for this event and those behind it. Their numbers are free again.
                 Later events of the trace fail likewise until the caller calls `resume`.
             EntryTooLarge: `data` has more than 256 MiB.
-            BusError: Redis refuses.
+            BusError: Redis refuses. The number of a final is free again.
             anyio.ClosedResourceError: the writer is closed, or was closed before Redis had the event.
         """
         if self._task is None:
@@ -241,7 +241,7 @@ class Writer:
         return await self.submit(trace, attempt, seq, data, final, **more)
 
     def resume(self, trace: str, attempt: int) -> int:
-        """Accept events of a trace again after `BusFull`.
+        """Accept events of a trace again after `BusFull`, or after Redis has refused its final.
 
         Returns the sequence number of the last event of this attempt that Redis has acknowledged, -1 if there is none.
         """
@@ -333,7 +333,8 @@ class Writer:
         item.ended = True
         self.backlog -= item.size
         item.stream.under_way -= 1
-        if item.final:
+        if item.final and (error is None or isinstance(error, Fenced)):
+            # Behind a final that Redis has refused, the caller may send another one.
             item.stream.over = True
         self.restorer.drop(item.key, item.stream)
         if not item.outcome.done():

@@ -344,6 +344,11 @@ class Queue:
         if intake is not None:
             intake.redeliver(trace)
 
+    def holds(self, model: str, engine: str, trace: str) -> bool:
+        """Whether `engine` has taken an entry that was neither settled nor put back since, as this process knows."""
+        intake = self._intakes.get((model, engine))
+        return intake is not None and trace in intake.claimed
+
     def note_settled(self, model: str, trace: str) -> None:
         """Note that an entry was settled by `settle_command`, or belongs to another engine by now."""
         for (of, _), intake in self._intakes.items():

@@ -138,6 +138,7 @@ class Intake:
                 checked = await self._checked(entry, seat)
                 if checked is not None:
                     await self._run_trace(entry, scope, *checked)
+                    self._see_that_it_is_settled(entry)
                     # Not after an error: then the entry comes again, as the same attempt.
                     self._admissions.end(checked[0])
         except Malformed as error:
@@ -156,6 +157,16 @@ class Intake:
         finally:
             self.scopes.discard(scope)
             self._lifecycle.notify()
+
+    def _see_that_it_is_settled(self, entry: Taken) -> None:
+        """Check that an entry that was served is held no more. A leaving engine puts back those that it holds.
+
+        Raises:
+            BusError: it is held.
+        """
+        leaves = self._lifecycle.stopping.is_set() or self._lifecycle.lost
+        if not leaves and self._bus.queue.holds(self._info.model, self._info.engine, entry.trace):
+            raise BusError("its trace has neither ended nor been put back")
 
     async def _fail(self, entry: Taken, failure: Failure, admitted: Admitted | None) -> None:
         """End a trace that could not be begun."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from tracewire_bus.bus import BusFull, Fenced, Writer
+from tracewire_bus.bus import BusFull, EntryTooLarge, Fenced, Writer
 from tracewire_bus.domain.identity import Key
 from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.domain.limit_table import LimitCounts
@@ -198,11 +198,14 @@ class TraceRun:
         #: Slows the trace while its events wait for Redis.
         self.lag = TraceLag(self.requests, self._request_pause, submission.on_lag, self._reads, bulk)
 
-    def _append(
-        self, event: Event, *, final: bool = False, behind: Iterable[Acknowledgements] = ()
-    ) -> Coroutine[Any, Any, None]:
+    def _append(self, event: Event) -> Coroutine[Any, Any, None]:
         """Publish an event, and before it what is due."""
-        return self._stream.append(*self._due(final), event, final=final, behind=behind)
+        return self._stream.append(*self._due(False), event)
+
+    def _append_final(self, final: Final, behind: Iterable[Acknowledgements] = ()) -> Coroutine[Any, Any, None]:
+        """Publish the final event, and before it what is due. See `TraceStream.end`."""
+        again = partial(_revise, final, self._ending, lambda: self._ending)
+        return self._stream.end(*self._due(True), final, behind=behind, again=again)
 
     def _queue(self, event: Event, acknowledgements: Acknowledgements) -> Coroutine[Any, Any, None]:
         """Queue an event, and before it what is due, as `TraceStream.queue` does."""
@@ -228,7 +231,7 @@ class TraceRun:
 
     @property
     def ended(self) -> bool:
-        """Whether this attempt has queued a final event."""
+        """Whether this attempt has queued a final event that Redis has not refused."""
         return self._stream.ended
 
     @property
@@ -296,7 +299,7 @@ class TraceRun:
             EngineLost, BlocksLost: the engine, or the process of its blocks, died. It publishes no event for that.
         """
         lost: Exception | None = None
-        full: BusFull | None = None
+        refused: BusFull | EntryTooLarge | None = None
         try:
             if self.attempt > 1:
                 await self._append(Restarted(**UNNUMBERED, reason=self._attempt.why or "its engine was lost"))
@@ -328,8 +331,8 @@ class TraceRun:
             lost = first_error(errors)
             if isinstance(lost, BlocksLost):
                 await self.abort_all()
-        except* BusFull as errors:
-            full = first_error(errors)
+        except* (BusFull, EntryTooLarge) as errors:
+            refused = first_error(errors)
         finally:
             for request in self.requests:
                 self._pending.pop(request.name, None)
@@ -343,16 +346,15 @@ class TraceRun:
                 self._reports.live.pop(self.live.run, None)
         if lost is not None:
             raise lost
-        if full is not None and not self.fenced:
-            await self._end_without_memory(full)
+        if refused is not None and not self.fenced:
+            await self._end_short(refused)
 
-    async def _end_without_memory(self, error: BusFull) -> None:
-        """End the trace after the last event that Redis has. Redis always has room for a final."""
+    async def _end_short(self, error: BusFull | EntryTooLarge) -> None:
+        """End the trace without the event that Redis has no memory for, or no entry. It always takes a short final."""
         await self.abort_all()
-        self._stream.rewind()
-        self._stream.ended = False
-        message = f"{error}; make room on it, or keep finished traces for a shorter time"
-        status, failure = self._ending or ("failed", Failure(type="BusFull", message=message))
+        if isinstance(error, BusFull):
+            self._stream.rewind()
+        status, failure = self._ending or ("failed", _refused(error))
         await self.fail(failure, status=status)
 
     async def _start(self) -> None:
@@ -535,23 +537,46 @@ class TraceRun:
             # A client may have ended the trace during the waits above, and got the answer that the trace ends so.
             end.status, end.error = self._ending
         final = end.final(_usage(self.requests), self.requests)
-        await self._append(final, final=True, behind=[request.acknowledgements for request in self.requests])
+        await self._append_final(final, [request.acknowledgements for request in self.requests])
 
     async def fail(self, failure: Failure, *, status: Status = "failed") -> None:
         """End the trace with an error. Events that are already published stay."""
         await self._close_record()
         final = Final(**UNNUMBERED, status=status, error=failure, usage=_usage(self.requests), time=time.time())
         try:
-            await self._append(final, final=True)
+            await self._append_final(final)
         except Fenced:  # another process has ended the trace, or runs it now
             self.fenced = True
 
     async def abort_all(self) -> None:
         """End all of the trace's requests in the engine."""
         aborted = map(self._engine.abort, [request.name for request in self.requests])
-        for outcome in await asyncio.gather(*aborted, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        _raise_first(await asyncio.gather(*aborted, return_exceptions=True))
+
+
+def _raise_first(outcomes: Iterable[object]) -> None:
+    """Raise the first error among the outcomes of several calls."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _refused(error: BusFull | EntryTooLarge) -> Failure:
+    """The failure of a trace with an event that Redis does not take, and what can be done about it."""
+    hint = "submit fewer prompts in a trace, or ask for fewer prompt_logprobs, logprobs and saves"
+    if isinstance(error, BusFull):
+        hint = "make room on it, or keep finished traces for a shorter time"
+    return Failure(type=type(error).__name__, message=f"{error}; {hint}")
+
+
+def _revise(
+    final: Final, before: tuple[Status, Failure] | None, ending: Callable[[], tuple[Status, Failure] | None]
+) -> None:
+    """Have a final that waited say how the trace is to end by now, if that was something else `before`."""
+    now = ending()
+    if now is not None and now is not before:
+        # A client has ended the trace meanwhile, and got the answer that the trace ends so.
+        final.status, final.error = now
 
 
 def _lacks_saves(request: RunningRequest) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+import anyio
 import msgspec
 
-from tracewire_bus.bus import Writer
+from tracewire_bus.bus import Fenced, NotAllowed, Writer
 from tracewire_bus.store.lifecycle import lifecycle_fields
+from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.wire.codec import encode, encode_output
 from tracewire_bus.wire.messages import (
     Accepted,
@@ -27,6 +30,10 @@ from .retention import Tally
 
 __all__ = ["UNNUMBERED", "Acknowledgements", "RawAccepted", "RawFinal", "TraceStream"]
 
+logger = logging.getLogger("tracewire")
+
+#: How long to wait before a final that Redis does not allow is sent again, in seconds: at first, and at most.
+_REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
 #: The fields of an event that is not numbered yet. `TraceStream` numbers each event as it queues the event.
 UNNUMBERED: dict[str, Any] = {"attempt": 0, "seq": 0}
 
@@ -117,24 +124,58 @@ class TraceStream:
         self.observer: Callable[[Event], None] | None = None
         #: The number of the last event, -1 before the first.
         self.seq = -1
-        #: Whether a final event has been queued.
+        #: Whether a final event is queued, or Redis has one.
         self.ended = False
 
     async def append(self, *events: Event, final: bool = False, behind: Iterable[Acknowledgements] = ()) -> None:
         """Publish events, the last of them the final one if `final`, behind others that are queued.
 
-        Returns when Redis has all of them.
+        Returns when Redis has all of them. After a failure the attempt has no final, and may publish another one.
 
         Raises:
             Fenced: another attempt's event, or a final from another process, is on the stream.
             BusFull: Redis has no memory for one of the events.
+            EntryTooLarge: one of the events is too large. It has no number, and those before it are queued.
+            BusError: Redis refuses one of the events.
         """
         acknowledgements = Acknowledgements(behind)
         try:
             await self.queue(*events, final=final, acknowledgements=acknowledgements)
             await acknowledgements.wait()
+        except Fenced:
+            raise
+        except Exception:
+            if final and self.ended:
+                # Redis has answered each event up to the final.
+                self.rewind()
+            raise
         finally:
             acknowledgements.close()
+
+    async def end(
+        self, *events: Event, behind: Iterable[Acknowledgements] = (), again: Callable[[], None] = lambda: None
+    ) -> None:
+        """Publish events, the last of them the final one, as `append` does.
+
+        While Redis does not allow this engine's user the final, waits and sends it again. Calls `again` before that.
+
+        Raises:
+            Fenced, BusFull, EntryTooLarge, BusError: as `append`.
+        """
+        backoff = Backoff(_REFUSED_S, _REFUSED_MOST_S)
+        queued = self.seq
+        while True:
+            try:
+                return await self.append(*events, final=True, behind=behind)
+            except NotAllowed as error:
+                if self.seq < queued:
+                    # Redis lacks an event before these, which is not sent again.
+                    raise
+                pause = backoff.next()
+                logger.log(backoff.level, "trace %s waits for a right to end: %s", self._trace, error)
+            await anyio.sleep(pause)
+            behind, events = (), tuple(one for one in events if one.seq > self.seq)
+            again()
 
     async def queue(self, *events: Event, acknowledgements: Acknowledgements, final: bool = False) -> None:
         """Queue events as `append` does. Returns before Redis has them, when the store of bulk has their saves.
@@ -149,8 +190,8 @@ class TraceStream:
         # No await between numbering events and queueing them: ids must go up in the stream.
         for event in events[:-1]:
             acknowledgements.add(self._queue(event))
-        self.ended = self.ended or final
         acknowledgements.add(self._queue(events[-1], final=final))
+        self.ended = self.ended or final
 
     def close(self) -> None:
         """Give the place of bulk back: the attempt publishes nothing more."""
@@ -158,7 +199,8 @@ class TraceStream:
             self.bulk.close()
 
     def rewind(self) -> None:
-        """Number the next event after the last one that Redis has. Redis had no memory for later ones."""
+        """Number the next event after the last one that Redis has. Redis has refused later ones, and the final."""
+        self.ended = False
         self.seq = self._writer.resume(self._trace, self._attempt)
 
     def hurry(self) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.redis.durable import Server, server
 from tests.support.redis_loss import limit
+from tests.support.until import until
 from tracewire_bus import recovery
 from tracewire_bus.bus import Bus
 from tracewire_bus.events import restore
-from tracewire_bus.transport.errors import BusFull
+from tracewire_bus.transport.errors import BusFull, NotAllowed
 
 
 @pytest.fixture
@@ -46,3 +47,23 @@ async def test_what_was_given_up_is_numbered_anew(redis: Server) -> None:
         assert writer.resume("t", 2) == writer.resume("u", 1) == -1
         await writer.append("t", 1, 2, b"the end", final=True)
         assert writer.backlog == 0
+
+
+@pytest.mark.usefixtures("_soon")
+async def test_a_final_that_is_refused_after_a_rest_keeps_the_place_of_the_next_one(
+    redis: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has dropped the acknowledged events by then."""
+    monkeypatch.setattr(restore, "KEEP_S", 0.0)
+    async with Bus.open(redis.url) as bus, bus.writer() as writer:
+        await writer.append("t", 1, 0, b"begun")
+        await writer.append("t", 1, 1, b"one")
+        await until(lambda: not writer.restorer._kept)
+        await redis.ask("ACL", "SETUSER", "default", "-eval")
+        with pytest.raises(NotAllowed):
+            await writer.append("t", 1, 2, b"the end", final=True)
+        assert writer.resume("t", 1) == 1
+        await redis.ask("ACL", "SETUSER", "default", "+eval")
+        await writer.append("t", 1, 2, b"the end", final=True)
+        writer.forget("t")
+        await until(lambda: not writer.restorer.streams)

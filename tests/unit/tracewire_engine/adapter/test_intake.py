@@ -383,3 +383,25 @@ async def test_a_redis_that_was_away_while_inputs_were_fetched_fails_no_trace(
                 engine.finish(next(iter(engine.requests)))
                 assert (await trace.result()).text == "x"
     assert len(tries) == 2
+
+
+@pytest.mark.usefixtures("registered")
+async def test_an_entry_that_was_served_to_no_end_comes_again(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a defect of the adapter, the run of its trace returned without a final."""
+    monkeypatch.setattr(intake, "_REFUSED_S", 0.01)
+    run, begun = TraceRun.run, []
+
+    async def ends_early(self: TraceRun) -> None:
+        begun.append(self.attempt)
+        if len(begun) > 1:
+            await run(self)
+
+    monkeypatch.setattr(TraceRun, "run", ends_early)
+    async with serving(bus, free()):
+        async with client.trace("tiny", "hello", acts, max_tokens=3, trace_id="t", detach=True) as trace:
+            with anyio.fail_after(PATIENCE):
+                await trace.result()
+        await until(lambda: _empty(bus))
+    assert begun == [1, 1]

@@ -18,7 +18,7 @@ from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tests.support.stepping import Gate
 from tests.support.until import until
-from tracewire import Client, Final, Output, Probe, intervention
+from tracewire import Client, Final, Output, Probe, TraceFailed, intervention
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.errors import BusUnavailable
 from tracewire_bus.wire.codec import encode
@@ -253,3 +253,66 @@ async def test_workers_forget_a_run_whose_end_cannot_be_looked_at(client: Client
             assert await bus.records.end(trace.id, "failed", Failure(type="EngineLost", message="lost"))
             gate.open()
             await engine.forgotten.wait()
+
+
+class _Scoring(ScriptedEngine):
+    """Its prompts have many log probabilities, as vLLM gives them."""
+
+    async def start(self, request: str, prepared: Any, priority: int) -> Any:
+        """Run it."""
+        begun = await super().start(request, prepared, priority)
+        begun.prompt_logprobs = [{number: (-1.0, number, "x" * 100)} for number in range(1000)]
+        return begun
+
+
+@pytest.mark.usefixtures("roomy")
+async def test_a_trace_whose_final_fits_in_no_entry_fails_and_says_so(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire_bus.events.writer.ENTRY_BYTES", 60_000)
+    gate = Gate()
+    gate.open()
+    with anyio.fail_after(PATIENCE):
+        async with serving(bus, _Scoring(gate)) as adapter:
+            async with client.trace("tiny", "hello", acts, max_tokens=3) as trace:
+                with pytest.raises(TraceFailed, match="fewer prompt_logprobs") as caught:
+                    await trace.result()
+            assert (caught.value.type, caught.value.status) == ("EntryTooLarge", "failed")
+            assert caught.value.result is not None
+            assert len(caught.value.result.token_ids) == 3
+            await until(lambda: not adapter._claims.runs)
+            assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
+            assert [one.claimed for one in bus.queue._intakes.values()] == [set()]
+
+
+@pytest.mark.usefixtures("roomy")
+async def test_a_trace_ends_as_its_client_says_while_its_final_waits_for_a_right(
+    client: Client, embedded: str, prefix: str, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's user may run no scripts for a while."""
+    user, gate = f"engine-{prefix}", Gate()
+    await bus.command("ACL", "SETUSER", user, "reset", "on", ">secret", "~*", "&*", "+@all")
+    url = embedded.replace("unix://", f"unix://{user}@") + "?password=secret"
+    with anyio.fail_after(PATIENCE):
+        async with Bus.open(url, prefix=prefix) as other, serving(other, ScriptedEngine(gate)) as adapter:
+            async with client.trace("tiny", "hello", acts, max_tokens=3, detach=True) as trace:
+                await trace.accepted()
+                (run,) = adapter._claims.running()
+                await bus.command("ACL", "SETUSER", user, "-eval", "-evalsha")
+                plain, said = run._stream.rewind, []
+
+                def rewind() -> None:
+                    plain()
+                    said.append(run.end("cancelled", Failure(type="Cancelled", message="enough")))
+
+                monkeypatch.setattr(run._stream, "rewind", rewind)
+                gate.open()
+                await until(lambda: said)
+                assert said[0]
+                await bus.command("ACL", "SETUSER", user, "+eval", "+evalsha")
+                with pytest.raises(TraceFailed, match="enough"):
+                    await trace.result()
+                events = [event async for event in client.subscribe(trace.id)]
+                assert [event.seq for event in events] == list(range(len(events)))
+            await until(lambda: not adapter._claims.runs)
+            assert await bus.command("HLEN", bus.keys.queue("tiny", "entries")) == 0
