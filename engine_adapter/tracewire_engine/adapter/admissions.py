@@ -15,7 +15,15 @@ from .engine_api import Rejection
 from .gate import Admitted, Gate
 from .nonces import Nonces
 
-__all__ = ["Admissions", "Seat"]
+__all__ = ["Admissions", "ClientFull", "Seat", "TenantFull"]
+
+
+class TenantFull(Rejection):
+    """As many traces of a tenant run here as may. There is a place when one of them ends."""
+
+
+class ClientFull(LimitExceeded):
+    """As many traces of a client run here as may. There is a place when one of them ends."""
 
 
 class Admissions:
@@ -46,7 +54,7 @@ class Admissions:
         """Take a place of the tenant whose key has signed a submission.
 
         Raises:
-            Rejection: as many of the tenant's traces run here as may.
+            TenantFull: as many of the tenant's traces run here as may.
         """
         if key is None:
             return
@@ -54,19 +62,19 @@ class Admissions:
         running, most = self._of_tenants[key.tenant], key.quotas.get("traces")
         if most is not None and running >= most:
             message = f"{running} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
-            raise Rejection("signature", message, type="QuotaExceeded")
+            raise TenantFull("signature", message, type="QuotaExceeded")
         seat.take(self._of_tenants, key.tenant)
 
     def admit_client(self, client: str, seat: Seat) -> None:
         """Take a place of a submission's client.
 
         Raises:
-            LimitExceeded: as many of the client's traces run here as may.
+            ClientFull: as many of the client's traces run here as may.
         """
         running = self._of_clients[client]
         if self._client_traces and running >= self._client_traces:
             message = f"{client[:80]!r} has {running} traces running on this engine, and may have {self._client_traces}"
-            raise LimitExceeded("client", message, "client_traces")
+            raise ClientFull("client", message, "client_traces")
         seat.take(self._of_clients, client)
 
     def mark(self, admitted: Admitted) -> NonceMark | None:
@@ -90,13 +98,18 @@ class Seat:
         among[name] += 1
         self._taken.append((among, name))
 
+    def leave(self) -> None:
+        """Give the places back."""
+        while self._taken:
+            among, name = self._taken.pop()
+            among[name] -= 1
+            if not among[name]:
+                del among[name]
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for among, name in self._taken:
-            among[name] -= 1
-            if not among[name]:
-                del among[name]
+        self.leave()

@@ -35,7 +35,7 @@ from tracewire_bus.wire.codec import NewerSchema
 from tracewire_bus.wire.live_values import unpack_live
 from tracewire_bus.wire.messages import Failure, Status, StopWhen, Submission
 
-from .admissions import Admissions, Seat
+from .admissions import Admissions, ClientFull, Seat, TenantFull
 from .claims import Claims
 from .control import Control
 from .engine_api import EngineLost, Rejection
@@ -57,6 +57,8 @@ logger = logging.getLogger("tracewire")
 
 #: How long to wait before a command that Redis refused is sent again, in seconds: at first, and at most.
 _REFUSED_S, _REFUSED_MOST_S = 0.2, 5.0
+#: How long an entry that has no place here stays before other engines can take it, in seconds.
+_FULL_S: float = 1.0
 _NO_LIVE = msgspec.msgpack.encode({})
 
 
@@ -115,7 +117,11 @@ class Intake:
 
     async def _back_off(self) -> None:
         """Wait before a refused command is sent to Redis again. Returns early if the adapter is told to stop."""
-        with anyio.move_on_after(self.refused.next()):
+        await self._rest(self.refused.next())
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait so long, or until the adapter is told to stop."""
+        with anyio.move_on_after(seconds):
             await self._lifecycle.stopping.wait()
 
     async def drain(self) -> None:
@@ -184,7 +190,8 @@ class Intake:
     async def _checked(self, entry: Taken, seat: Seat) -> tuple[Admitted, Validated, list[RequestEdits]] | None:
         """Verify, decode and check an entry, and choose the standing interventions of each invoke, if there are any.
 
-        Returns `None` for an entry that cannot run, which is answered or becomes a dead letter.
+        Returns `None` for an entry that cannot run, which is answered or becomes a dead letter; or that has no place
+        here and has run before, which waits for a place here or elsewhere.
         """
         trace = entry.fields.get(b"t", b"").decode("utf-8", "replace")
         schema = entry.fields.get(b"v", b"").decode("ascii", "replace")
@@ -200,6 +207,11 @@ class Intake:
             self._admissions.admit_client(validated.submission.client, seat)
             return admitted, validated, self._choose(validated.submission)
         except (Rejection, LimitExceeded, NewerSchema) as error:
+            if isinstance(error, (TenantFull, ClientFull)) and await self._ran_before(entry, trace):
+                seat.leave()
+                await self._rest(_FULL_S)
+                await self._hand_over(entry, refusal(error).message)
+                return None
             self._control.audit.refused("submit", trace, refusal(error).message)
             self._services.limit_counts.note(error)
             failure = refusal(error)
@@ -210,6 +222,13 @@ class Intake:
             failure = refusal(error)
         await self._refusals.refuse(entry, trace, failure, admitted)
         return None
+
+    async def _ran_before(self, entry: Taken, trace: str) -> bool:
+        """Whether an engine has taken an entry before, or has begun its trace."""
+        if entry.attempt > 1:
+            return True
+        holder = await self._bus.records.holder(trace)
+        return holder is not None and bool(holder[1])
 
     def _note(self, validated: Validated, key: Key | None) -> None:
         """Write an accepted submission and its code to the audit trail."""
@@ -263,11 +282,7 @@ class Intake:
                 self.refused.reset()
                 # This engine was slow, and another one has taken the trace. Or Redis has forgotten how often the trace
                 # was taken, as after a failover; the number of a later attempt may then be high enough.
-                why = "another engine has begun it"
-                await self._bus.queue.put_back(
-                    self._info.model, self._info.engine, why, lost=False, trace=entry.trace, attempt=entry.attempt
-                )
-                self._bus.queue.note_settled(self._info.model, entry.trace)
+                await self._hand_over(entry, "another engine has begun it")
                 return
             self._note(validated, admitted.key)
             opened = self._bounded(entry, opened)
@@ -438,9 +453,13 @@ class Intake:
 
     async def _put_back(self, entry: Taken, why: str) -> None:
         """Let the trace of an entry run again. It loses one of its tries."""
+        await self._bus.records.leave(entry.trace, self._info.engine, entry.attempt)
+        await self._hand_over(entry, why, lost=True)
+
+    async def _hand_over(self, entry: Taken, why: str, *, lost: bool = False) -> None:
+        """Put an entry back at its place in the queue. If it was `lost` here, it loses one of its tries."""
         model, engine = self._info.model, self._info.engine
-        await self._bus.records.leave(entry.trace, engine, entry.attempt)
-        await self._bus.queue.put_back(model, engine, why, lost=True, trace=entry.trace, attempt=entry.attempt)
+        await self._bus.queue.put_back(model, engine, why, lost=lost, trace=entry.trace, attempt=entry.attempt)
         self._bus.queue.note_settled(model, entry.trace)
 
 

@@ -11,7 +11,7 @@ from tests.support.identities import Identities
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.store.queue_entries import Taken
-from tracewire_engine.adapter.admissions import Admissions, Seat
+from tracewire_engine.adapter.admissions import Admissions, ClientFull, Seat, TenantFull
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.gate import Admitted, Gate
 
@@ -39,6 +39,7 @@ async def test_a_tenant_s_traces_are_counted_from_their_admission_on(tmp_path: P
         with admissions.seat() as late, pytest.raises(Rejection, match=says) as refused:
             await admit(admissions, entry(keys, "ann", "u"), late)
         assert refused.value.failure.type == "QuotaExceeded"
+        assert isinstance(refused.value, TenantFull)
         with admissions.seat() as other:
             await admit(admissions, entry(keys, "bob", "v"), other)
     with admissions.seat() as seat:
@@ -52,9 +53,13 @@ async def test_a_client_s_traces_are_counted_from_their_admission_on(tmp_path: P
     admissions = Admissions(Gate(Identities(tmp_path).strict, "tw", "m", "e"), client_traces=1)
     with admissions.seat() as seat, admissions.seat() as late:
         admissions.admit_client("me", seat)
-        with pytest.raises(LimitExceeded, match="has 1 traces running on this engine, and may have 1"):
+        with pytest.raises(LimitExceeded, match="has 1 traces running on this engine, and may have 1") as refused:
             admissions.admit_client("me", late)
+        assert isinstance(refused.value, ClientFull)
         admissions.admit_client("another", late)
+        # One that waits for its place keeps no other.
+        late.leave()
+        assert dict(admissions._of_clients) == {"me": 1}
     assert not admissions._of_clients
 
 

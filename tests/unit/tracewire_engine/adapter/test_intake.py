@@ -405,3 +405,38 @@ async def test_an_entry_that_was_served_to_no_end_comes_again(
                 await trace.result()
         await until(lambda: _empty(bus))
     assert begun == [1, 1]
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_trace_that_ran_before_waits_for_a_place_of_its_client(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine has left it. One that has not run yet is refused."""
+    monkeypatch.setattr(intake, "_FULL_S", 0.01)
+    handles = [client.trace("tiny", "hello", acts, max_tokens=3, detach=True, trace_id=id) for id in ("t", "u", "v")]
+    await handles[0].start()
+    (taken,) = await bus.queue.take("tiny", "gone", 1, 0)
+    await bus.records.open("t", "gone", taken.attempt)
+    gate, seen = Gate(), []
+    async with serving(bus, ScriptedEngine(gate), limits=Limits(client_traces=1)) as adapter:
+        checks = adapter._intake._checked
+
+        async def checked(entry: Any, *more: Any) -> Any:
+            seen.append((entry.trace, entry.attempt, entry.lost))
+            return await checks(entry, *more)
+
+        monkeypatch.setattr(adapter._intake, "_checked", checked)
+        await handles[1].start()
+        await handles[1].accepted()
+        await bus.queue.put_back("tiny", "gone", "it left", lost=False)
+        await until(lambda: ("t", 4, 0) in seen)
+        with anyio.fail_after(PATIENCE):
+            with pytest.raises(tracewire.TraceRejected, match="may have 1"):
+                await handles[2].result()
+            gate.open()
+            await whole(client, "u", "hello", 3)
+            await whole(client, "t", "hello", 3)
+        await until(lambda: _empty(bus))
+        assert not adapter._intake._admissions._of_clients
+    for handle in handles:
+        await handle.aclose()
