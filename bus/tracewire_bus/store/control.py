@@ -34,6 +34,8 @@ logger = logging.getLogger("tracewire")
 _PAGE: Final = 512
 #: On a cluster, how long one read waits, in milliseconds. A waiting read does not see entries of a slot that moves.
 _BLOCK_SLOT_MS: Final = 1000
+#: How many of the orders that it has returned a reader knows again.
+_KNOWN: Final = 4096
 #: The kinds of orders that this version knows. It ignores those of later versions.
 _KINDS: Final = frozenset(("steer", "cancel", "pause", "resume", "drain"))
 
@@ -79,7 +81,12 @@ def drain_command(
 
 
 class ControlReader:
-    """Reads the orders to one engine, over a link of its own. Not for concurrent use."""
+    """Reads the orders to one engine, over a link of its own. Not for concurrent use.
+
+    A new connection may go to a server that lacks orders which this reader has read, and whose clock is behind. That
+    server gives new orders smaller ids. So the reader reads each stream from its beginning, and leaves out the orders
+    that it knows. It knows the last `_KNOWN`, and returns an earlier one again if a server still has it.
+    """
 
     def __init__(
         self, link: Link, keys: Keys, engine: str, tags: Sequence[str] = (), *, guard: Guard | None = None
@@ -87,6 +94,10 @@ class ControlReader:
         self._link = link
         self._guard = guard or Guard()
         self._backoff = Backoff()
+        #: The number (`Link.opened`) of the connection to whose server the positions belong.
+        self._opened = 0
+        #: The last entries that were read: stream, id, and a hash of the fields.
+        self._known: dict[tuple[str, bytes, int], None] = {}
         #: For each stream with entries that `read` has returned and that are not trimmed, the last such entry.
         self._read_up_to: dict[str, bytes] = {}
         self._operate = keys.operate(engine)
@@ -113,6 +124,16 @@ class ControlReader:
             return []
 
     async def _read(self, block_ms: int) -> list[Order]:
+        if self._link.connected:
+            await self._link.connect()
+        else:
+            # On a cluster, a call that fails has the next one look up again which node has the slot.
+            await self._link.execute(("PING",))
+        if self._link.opened != self._opened:
+            self._positions = dict.fromkeys(self._positions, b"0-0")
+            # The new server may have orders that nobody has read up to there.
+            self._read_up_to.clear()
+            self._opened = self._link.opened
         # Trims the orders that the last call returned, so that no order is returned twice after a restart.
         *_, reply = await self._link.execute(
             *(("XTRIM", key, "MINID", _after(last)) for key, last in self._read_up_to.items()),
@@ -122,21 +143,36 @@ class ControlReader:
         if isinstance(reply, Exception):
             raise reply
         self._backoff.reset()
+        if self._link.opened != self._opened:
+            # Another server has answered, for the positions of the one before.
+            return []
         self._read_up_to.clear()
         orders: list[Order] = []
-        for key, entries in reply or ():
+        for raw, entries in reply or ():
+            key = _text(raw)
             for id_, flat in entries:
+                if not self._is_new(key, id_, flat):
+                    continue
                 order = self._guard.read(_order, flat, key=key, entry=id_)
                 if order is None or order.kind not in _KINDS:
                     continue
-                if (order.kind == "drain") is not (_text(key) == self._operate):
+                if (order.kind == "drain") is not (key == self._operate):
                     # A user who may steer traces may write to the control streams, and may drain no engine.
                     self._guard.note(key, id_, f"an order of the kind {order.kind!r} does not belong on this stream")
                     continue
                 orders.append(order)
-            self._positions[_text(key)] = entries[-1][0]
-            self._read_up_to[_text(key)] = entries[-1][0]
+            self._positions[key] = self._read_up_to[key] = entries[-1][0]
         return orders
+
+    def _is_new(self, key: str, id_: bytes, flat: Sequence[bytes]) -> bool:
+        """Whether an entry was not read before; from now on it was."""
+        entry = key, id_, hash(tuple(flat))
+        if entry in self._known:
+            return False
+        self._known[entry] = None
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
+        return True
 
     async def aclose(self) -> None:
         """Close the connection."""
