@@ -90,6 +90,8 @@ _WITHDRAW_LEASE: Final = Script("queue_withdraw_lease")
 
 _CLAIM: Final = Script("queue_claim")
 
+_HAND_OVER: Final = Script("queue_hand_over")
+
 
 def settle_command(keys: Keys, model: str, trace: str, holder: str = "", attempt: int = 0) -> tuple[Any, ...]:
     """The command that settles a taken entry, which then leaves the queue. Redis may execute it more than once.
@@ -307,6 +309,20 @@ class Queue:
                 which += [(to_text(one), int(number)) for one, number in some]
             if not more:
                 return back
+
+    async def hand_over(self, model: str, taken: Taken, holder: str, *, to: str, attempt: int) -> bool:
+        """Give an entry that `holder` has taken to the engine `to`, which runs its trace as `attempt`.
+
+        Returns False if `holder` has the entry no longer, or as another attempt.
+
+        Raises:
+            BusUnavailable: Redis does not answer; the other engine may have the entry.
+        """
+        names = [*queue_names(self._keys, model), self._keys.queue(model, "holders")]
+        call = _HAND_OVER(names, to_bytes(taken.trace), to_bytes(holder), taken.attempt, to_bytes(to), attempt)
+        given = bool(await self._connections.command(*call))
+        self.note_settled(model, taken.trace)
+        return given
 
     async def still_waiting(self, model: str, traces: Sequence[str]) -> set[str]:
         """Those of these traces whose entries wait, and that no engine has taken.

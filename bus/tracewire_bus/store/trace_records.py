@@ -262,8 +262,8 @@ class Records(RecordReads):
             TraceElsewhere: the trace is of another model.
             TraceOfAnother: another key than that of `mark` has submitted the trace.
             TraceEnded: the trace has ended.
-            Replayed: an attempt as late has had the submission.
-            Overtaken: another engine has begun this attempt, or a later attempt has begun.
+            Overtaken: another engine has begun this attempt, or a later attempt has begun, and the trace has not ended.
+            Replayed: an attempt as late has had the submission, and the record has no attempt as late.
             Malformed: the record cannot be read.
         """
         keys = self._keys

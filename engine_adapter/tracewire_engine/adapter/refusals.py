@@ -42,6 +42,8 @@ class Refusals:
     async def refuse(self, entry: Taken, trace: str, failure: Failure, admitted: Admitted | None) -> None:
         """Answer an entry that cannot run on its trace's stream. Without a stream of its own it is a dead letter.
 
+        The entry of a trace that another engine runs as this attempt or a later one goes to that engine.
+
         Args:
             entry: the entry.
             trace: the trace that it names.
@@ -54,6 +56,8 @@ class Refusals:
         named = 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace
         if named and await self._is_its_own(entry, trace, admitted):
             await self._reject(entry, trace, failure)
+        elif named and (runs := await self._runs_elsewhere(entry, trace, admitted)) is not None:
+            await self._hand_over(entry, trace, *runs)
         else:
             logger.warning("dead-lettering entry %r: %s", entry.trace, failure.message)
             await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)
@@ -78,6 +82,30 @@ class Refusals:
                 return False
             # That engine may be leaving: it puts its traces back before it leaves the registry.
             await anyio.sleep(_LOOK_S)
+
+    async def _runs_elsewhere(self, entry: Taken, trace: str, admitted: Admitted | None) -> tuple[str, int] | None:
+        """The other engine that runs the trace of a verified entry, and its attempt: this one or a later one.
+
+        The queue's server has forgotten that that engine has the entry: it took over from another server.
+        """
+        holder = await self._bus.records.holder(trace)
+        if holder is None or not await self._is_proven(trace, admitted):
+            return None
+        model, engine, attempt = holder
+        known = engine not in ("", self._info.engine)
+        return (engine, attempt) if model == self._info.model and known and entry.attempt <= attempt else None
+
+    async def _hand_over(self, entry: Taken, trace: str, engine: str, attempt: int) -> None:
+        """Give an entry to the engine that runs its trace. If that engine is lost, the trace runs again."""
+        model, queue, records = self._info.model, self._bus.queue, self._bus.records
+        logger.warning("engine %s runs trace %s; it gets the entry that the queue gave to this engine", engine, trace)
+        await queue.hand_over(model, entry, self._info.engine, to=engine, attempt=attempt)
+        # That engine may have ended its run, or left it, while it did not have the entry.
+        if await records.ended(trace):
+            await queue.done(model, entry.trace, engine, attempt)
+        elif await records.is_left(trace):
+            why = f"engine {engine} no longer runs it"
+            await queue.put_back(model, engine, why, lost=False, trace=entry.trace, attempt=attempt)
 
     async def _is_proven(self, trace: str, admitted: Admitted | None) -> bool:
         """Whether an entry was signed by the key that has submitted the trace, where signatures count."""

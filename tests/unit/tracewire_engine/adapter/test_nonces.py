@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.trace_records import NonceMark, Replayed
+from tracewire_bus.store.trace_records import NonceMark, Overtaken, Replayed
 from tracewire_bus.wire.signing import Envelope
 from tracewire_engine.adapter.nonces import Nonces
 
@@ -41,3 +41,19 @@ async def test_a_malformed_mark_lets_no_submission_run(bus: Bus, mark: bytes) ->
     await bus.command("SET", bus.keys.nonce("t", made.key, made.nonce), mark)
     with pytest.raises(Replayed):
         await bus.records.open("t", "e", 5, mark=made)
+
+
+async def test_an_attempt_that_has_not_ended_is_no_copy(bus: Bus) -> None:
+    """The queue's server has forgotten who has the entry, and hands it out as the same attempt again."""
+    one = Envelope("alice", 1000, b"n" * 16)
+    nonces, others = Nonces(), Nonces()
+    await bus.records.open("t", "e", 1, mark=nonces.mark(one))
+    with pytest.raises(Overtaken):
+        await bus.records.open("t", "other", 1, mark=others.mark(one))
+    # The engine has put the entry back, and so forgotten its word.
+    nonces.end(one)
+    with pytest.raises(Overtaken):
+        await bus.records.open("t", "e", 1, mark=nonces.mark(one))
+    assert (await bus.records.open("t", "other", 2, mark=others.mark(one))).attempt == 2
+    with pytest.raises(Overtaken):
+        await bus.records.open("t", "e", 1, mark=nonces.mark(one))

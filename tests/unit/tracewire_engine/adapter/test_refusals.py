@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 import tracewire
-from tests.support.identities import ENGINE, Identities, running
+from tests.support.identities import ENGINE, PATIENCE, Identities, running
 from tests.support.scripted_engine import ScriptedEngine, info, serving
 from tests.support.until import until
 from tracewire_bus.bus import Bus, Taken
 from tracewire_bus.domain.limits import Limits
 from tracewire_bus.store.proofs import Proofs
+from tracewire_bus.store.submission_queue import claim_command
 from tracewire_bus.wire.codec import encode, request_schema_text
 from tracewire_bus.wire.messages import Failure, Invoke, Submission
 from tracewire_engine.adapter import refusals
@@ -144,3 +145,66 @@ async def test_an_entry_with_more_tries_than_an_engine_allows_is_refused(keys: I
             (final,) = [event async for event in alice.subscribe("t")]
     assert isinstance(final, tracewire.Final)
     assert (final.status, final.error and final.error.field) == ("rejected", "max_attempts")
+
+
+async def forgotten(bus: Bus, trace: str, engine: str) -> None:
+    """Have the queue's server take over from another one, and know no engine that has the trace's entry."""
+    await bus.queue.put_back("tiny", engine, "", lost=False, trace=trace)
+    entries = bus.keys.queue("tiny", "entries")
+    entry = msgspec.msgpack.decode(await bus.command("HGET", entries, trace))
+    await bus.command("HSET", entries, trace, msgspec.msgpack.encode([*entry[:7], 0, *entry[8:10], ""]))
+
+
+async def test_a_signed_trace_whose_engine_the_queue_has_forgotten_is_no_dead_letter(
+    keys: Identities, bus: Bus
+) -> None:
+    """On a cluster, the queue's node fails over and not that of the trace, which another engine then runs."""
+    first, second = (ScriptedEngine(partial(anyio.sleep, 0.005)) for _ in range(2))
+    async with (
+        serving(bus, first, info("tiny", engine="first", capacity=1), identity=keys.strict),
+        keys.client(bus, "alice") as alice,
+    ):
+        await until(lambda: bus.registry.alive("first"))
+        trace = await running(alice)
+        await forgotten(bus, trace.id, "first")
+        async with serving(bus, second, info("tiny", engine="second"), identity=keys.strict):
+            with anyio.fail_after(PATIENCE):
+                async for event in alice.subscribe(trace.id):
+                    if event.type == "restarted":
+                        break
+            assert await bus.dead_letters.count() == 0
+            await alice.cancel(trace.id)
+            async for event in alice.subscribe(trace.id, since="now"):
+                assert event.type in ("output", "final")
+
+
+@pytest.mark.parametrize("meanwhile", ["runs", "left", "ended"])
+async def test_a_trace_that_cannot_run_here_and_runs_elsewhere_runs_again_if_that_engine_is_lost(
+    keys: Identities, bus: Bus, meanwhile: str
+) -> None:
+    """The queue has forgotten that the other engine has the entry."""
+    entries, taken = bus.keys.queue("tiny", "entries"), bus.keys.queue("tiny", "taken")
+    mine = Submission(trace="t", model="tiny", invokes=[Invoke(prompt="valid")], detach=True)
+    one, limits = ScriptedEngine(partial(anyio.sleep, 0.005)), Limits(attempts=2)
+    # It takes no entry by itself.
+    described = info("tiny", engine=ENGINE, capacity=0)
+    async with serving(bus, one, described, identity=keys.strict, limits=limits) as adapter:
+        await bus.command("HSET", bus.keys.record("t"), "m", "tiny", "a", 2, "e", "other", "s", "running", "k", "alice")
+        entry = msgspec.structs.replace(forged(keys, bus, "t", "alice", encode(mine)), attempt=1, tries=3)
+        await bus.command(*claim_command(bus.keys, "tiny", ENGINE, entry, client="", priority=0, lease=""))
+        if meanwhile == "left":
+            await bus.records.leave("t", "other", 2)
+        if meanwhile == "ended":
+            await bus.records.end("t", "failed", Failure(type="E", message="it failed"))
+        await adapter._intake._serve(entry, anyio.CancelScope())
+        assert await bus.dead_letters.count() == 0
+        if meanwhile == "ended":
+            assert await bus.command("HLEN", entries) == 0
+            return
+        if meanwhile == "runs":
+            assert await bus.command("HGET", taken, "t") == b"other"
+            assert "other" in await bus.queue.holders("tiny")
+            await bus.queue.put_back("tiny", "other", "it was lost", lost=True)
+        (again,) = await bus.queue.take("tiny", "somebody", 1, 1000)
+        assert (again.attempt, again.lost) == (3, meanwhile == "runs")
+        await bus.queue.done("tiny", "t")
