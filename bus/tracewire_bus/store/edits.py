@@ -18,7 +18,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import anyio
 import msgspec
@@ -54,6 +54,7 @@ __all__ = [
     "Edits",
     "EditsFull",
     "Installed",
+    "LastChange",
     "UnknownEdit",
     "VersionDiffers",
     "is_edit_name",
@@ -138,6 +139,17 @@ class EditSet(msgspec.Struct, frozen=True):
     generation: int
     edits: tuple[Installed, ...]
     removals: dict[str, tuple[int, bytes]] = {}
+
+
+class LastChange(NamedTuple):
+    """The last change of a model's edits: its number, its place in the stream of changes, and its operation's id.
+
+    A Redis that has lost changes gives their numbers to others. Two changes of one number have different operations.
+    """
+
+    generation: int
+    id: bytes
+    operation: bytes
 
 
 def is_edit_name(name: str) -> bool:
@@ -268,9 +280,21 @@ class Edits:
         Raises:
             BusUnavailable: Redis does not answer.
         """
-        key = self._keys.edits(model, "state")
-        found = await self._connections.command("HGET", key, "generation")
-        return self._connections.guard.read(integer, found or 0, key=key, entry="generation") or 0
+        return (await self.last_change(model)).generation
+
+    async def last_change(self, model: str) -> LastChange:
+        """The last change of a model's edits; before the first, one of the number 0.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        state, changes = self._keys.edits(model, "state"), self._keys.edits(model, "changes")
+        found, entries = await self._connections.commands(
+            ("HGET", state, "generation"), ("XREVRANGE", changes, "+", "-", "COUNT", 1)
+        )
+        number = self._connections.guard.read(integer, found or 0, key=state, entry="generation") or 0
+        id_, flat = entries[0] if entries else (b"", [])
+        return LastChange(number, id_, _by_name(flat).get(b"o", b""))
 
     def changes(self, model: str) -> EditChanges:
         """Waits for changes of a model's edits. The caller closes it."""

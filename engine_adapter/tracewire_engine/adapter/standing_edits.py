@@ -21,7 +21,7 @@ import msgspec
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.identity import Key, SignatureRefused
 from tracewire_bus.domain.intervention_checks import array_fields
-from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, selected
+from tracewire_bus.store.edits import RECORD_BYTES, EditSet, Installed, LastChange, selected
 from tracewire_bus.transport.errors import BusError, BusUnavailable
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
@@ -116,8 +116,8 @@ class StandingEdits:
         self._permit = permit
         self._gate = gate
         self._audit = audit
-        #: The versions of edits that stand in the audit trail.
-        self._noted: dict[str, int] = {}
+        #: The versions of edits that stand in the audit trail, and when they were installed.
+        self._noted: dict[str, tuple[int, float]] = {}
         self._ready: list[RunnableEdit] = []
         #: The edits that a key has signed and that were installed last, in order.
         self._signed: dict[str, Installed] = {}
@@ -126,6 +126,8 @@ class StandingEdits:
         #: By name, why an installed edit does not run on this engine.
         self._refused: dict[str, str] = {}
         self._generation = -1
+        #: The last change before the edits were read.
+        self._last_change: LastChange | None = None
         #: The state of the keyring by which the edits were read.
         self._keys: object = None
         self._chosen: dict[tuple[int, tuple[str, ...] | None], RequestEdits] = {}
@@ -162,10 +164,11 @@ class StandingEdits:
         """
         edits = self._bus.edits
         keys = None if self._gate is None else self._gate.keyring_state()
-        if await edits.generation(self._info.model) == self._generation and keys == self._keys:
+        last_change = await edits.last_change(self._info.model)
+        if last_change == self._last_change and keys == self._keys:
             return
         await self.take(await edits.load(self._info.model, None if self._gate is None else self._gate.edit))
-        self._keys = keys
+        self._last_change, self._keys = last_change, keys
         await self._announce()
 
     async def take(self, edits: EditSet) -> None:
@@ -239,10 +242,10 @@ class StandingEdits:
 
     def _note(self, edits: EditSet, errors: dict[str, str]) -> None:
         """Write new versions of edits to the audit trail. `errors` says why edits do not run, by name."""
-        noted, self._noted = self._noted, {one.name: one.version for one in edits.edits}
+        noted, self._noted = self._noted, {one.name: (one.version, one.time) for one in edits.edits}
         for one in edits.edits if self._audit is not None else ():
             assert self._audit is not None
-            if noted.get(one.name) == one.version:
+            if noted.get(one.name) == (one.version, one.time):
                 continue
             by = "" if one.edit is None else one.edit.by
             if one.name in errors:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from tests.support.bus_engine import engine_info
+from tests.support.redis.durable import server
 from tests.support.served import counted, runs, served
 from tests.support.standing_edits import raised, standing, told, went_well
 from tracewire_bus.bus import Bus
 from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.store.edits import Edits, EditSet
 from tracewire_bus.transport.errors import BusError, BusUnavailable
-from tracewire_bus.wire.messages import Edit, Steer
+from tracewire_bus.wire.messages import Block, Edit, Steer
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.adapter import standing_edits as module
+from tracewire_engine.adapter.audit import Audit
 from tracewire_engine.adapter.engine_api import Rejection
 
 
@@ -143,3 +147,23 @@ async def test_an_edit_with_a_reference_in_place_of_an_array_does_not_run(bus: B
     await edits.refresh()
     with pytest.raises(Rejection, match=r"interventions\[0\]\.vector: expected an array"):
         edits.choose(["a"])
+
+
+async def test_a_change_with_the_number_of_a_lost_one_is_read(tmp_path: Path) -> None:
+    """Redis has lost an edit, and gives its number to the next one."""
+    async with server(tmp_path / "redis") as redis, Bus.open(redis.url) as bus:
+        written = redis.written
+        edits = await standing(bus)
+        audit = edits._audit = Audit(bus, engine_info("tiny", "e"), 10)
+        await redis.lose(written)
+        assert await bus.edits.install("tiny", Edit(name="a", block=Block(name="f", source="x = 1"))) == 1
+        await edits.refresh()
+        (runs,) = edits.choose(None).edits
+        assert (runs.name, runs.version) == ("a", 1)
+        assert runs.block is not None
+        assert b"x = 1" in bytes(runs.block.block)
+        assert [entry.name for entry in audit._entries] == ["a"]
+        # Without a change, nothing is read again.
+        chosen = edits.choose(None)
+        await edits.refresh()
+        assert edits.choose(None) is chosen
