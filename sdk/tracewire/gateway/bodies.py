@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tracewire.chats import CHAT_NAMES
 from tracewire_bus.wire.ids import is_encodable
 
 __all__ = [
+    "Biases",
     "Body",
     "ChatBody",
     "CompletionBody",
     "ControlBody",
     "EntryBody",
     "Extension",
+    "Items",
     "NotServed",
     "OfVllm",
     "OpenAIBody",
     "SteerBody",
     "Text",
     "TraceBody",
-    "ints",
+    "by_first_fault",
 ]
+
+T = TypeVar("T")
 
 
 def _encodable(text: str) -> str:
@@ -48,6 +61,28 @@ def _not_served(value: Any) -> Any:
 NotServed = Annotated[Any, AfterValidator(_not_served), WithJsonSchema({"type": "null"})]
 
 
+class _FailFast(FailFast):
+    """pydantic's, with a hash, which unions take."""
+
+    __hash__ = object.__hash__
+
+
+#: A list that is refused by the first item that is wrong: a body has room for a million of them.
+Items = Annotated[list[T], _FailFast()]
+
+
+def by_first_fault(is_right: Callable[[Any, Any], bool]) -> BeforeValidator:
+    """What leaves of an object only the first member that is wrong, if one is. pydantic has an error for each."""
+
+    def shortened(value: Any) -> Any:
+        for key, one in value.items() if isinstance(value, dict) else ():
+            if not is_right(key, one):
+                return {key: one}
+        return value
+
+    return BeforeValidator(shortened)
+
+
 #: Parts of the document's examples.
 _STEER: dict[str, Any] = {"do": "ablate", "at": "residual(2)", "keep": {"live": "alpha"}}
 _ASKED: dict[str, Any] = {
@@ -64,9 +99,22 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shorten(cls, given: Any) -> Any:
+        """Leave out the unknown fields behind the first."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in given if name not in known]
+        return {name: one for name, one in given.items() if name in known or name == unknown[0]} if unknown else given
 
-def ints(value: Any) -> Any:
-    """Token ids as keys, which JSON has as text."""
+
+def _is_bias(key: Any, value: Any) -> bool:
+    return (isinstance(key, int) or key.lstrip("-").isdecimal()) and type(value) in (int, float) and abs(value) < 1e300
+
+
+def _ints(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
@@ -74,13 +122,17 @@ def ints(value: Any) -> Any:
     }
 
 
+#: A number for each token id. JSON has the ids as text.
+Biases = Annotated[dict[int, float] | None, BeforeValidator(_ints), by_first_fault(_is_bias)]
+
+
 class Tracing(Body):
     """What a trace has beside its prompts and sampling params."""
 
-    interventions: list[dict[str, Any]] = Field(default=[], examples=[[_STEER]])
+    interventions: Items[dict[str, Any]] = Field(default=[], examples=[[_STEER]])
     live: dict[str, Any] = Field(default={}, examples=[{"alpha": 1.0}])
     block: dict[str, Any] | None = None
-    edits: list[str] | None = None
+    edits: Items[str] | None = None
     shared: dict[str, Any] | None = None
     deadline: float | None = Field(default=None, gt=0)
     on_engine_loss: Literal["restart", "fail"] = "restart"
@@ -140,19 +192,19 @@ class Sampling(OfVllm):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(ints)] = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    logit_bias: Biases = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     prompt_logprobs: int | None = Field(default=None, ge=-1)
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Items[int] | None = None
     repetition_detection: dict[str, Any] | None = None
     watermarking: bool | None = None
 
@@ -185,8 +237,8 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: Any = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
 
 
 class OpenAIBody(Sampling):
@@ -237,7 +289,7 @@ class CompletionBody(OpenAIBody):
     """A request for completions."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{**_ASKED, "prompt": "def add(a, b):"}]})
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(examples=["def add(a, b):"])
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(examples=["def add(a, b):"])
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
@@ -269,11 +321,11 @@ class ChatBody(OpenAIBody):
     model_config = ConfigDict(
         json_schema_extra={"examples": [{**_ASKED, "messages": [{"role": "user", "content": "Hello"}]}]}
     )
-    messages: list[dict[str, Any]] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
+    messages: Items[dict[str, Any]] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    tools: Items[dict[str, Any]] | None = Field(default=None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: NotServed = None
@@ -283,10 +335,10 @@ class ChatBody(OpenAIBody):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     echo: NotServed = None
     add_special_tokens: NotServed = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The messages, as one prompt."""
@@ -306,9 +358,9 @@ class TraceBody(Tracing):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TRACE]})
     model: Text = Field(min_length=1, examples=["demo"])
-    prompt: str | list[int] | None = Field(default=None, title="TracePrompt", examples=["def add(a, b):"])
-    prompts: list[str | list[int] | list[dict[str, Any]]] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Items[int] | None = Field(default=None, title="TracePrompt", examples=["def add(a, b):"])
+    prompts: Items[str | Items[int] | Items[dict[str, Any]]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     sampling: dict[str, Any] = Field(default={}, examples=[{"max_tokens": 64, "temperature": 0.0}])
     priority: int = 0
 
@@ -377,7 +429,7 @@ class EditBody(Body):
         json_schema_extra={"examples": [{"interventions": [{"do": "ablate", "at": "residual(2)", "keep": 0.5}]}]}
     )
     block: dict[str, Any] | None = None
-    interventions: list[dict[str, Any]] = []
+    interventions: Items[dict[str, Any]] = []
     scope: Literal["all", "default", "asked"] = "all"
     on_error: Literal["continue", "fail"] = "continue"
     max_failures: int = Field(default=10, ge=0)

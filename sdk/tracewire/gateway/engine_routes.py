@@ -13,6 +13,7 @@ from tracewire import Edit, Lifecycle, TracewireError, Watch
 
 from .bodies import DrainBody, EditBody
 from .documents import EditName, EngineName, ModelPath, answers, problems, stream
+from .guarded_routes import GuardedRoute
 from .json_values import block_of, interventions_of, to_json
 from .keys import Caller
 from .problems import Problem, of_error
@@ -22,7 +23,7 @@ from .trace_routes import IfMatch, LastEventId, ModelName, author, matching, ver
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(route_class=GuardedRoute)
 
 
 def _json(value: Any, status: int = 200, **headers: str) -> Response:

@@ -14,6 +14,7 @@ from tracewire_bus.store.library import is_space
 
 from .bodies import EntryBody
 from .documents import EntryId, answers, problems
+from .guarded_routes import GuardedRoute
 from .json_values import to_json, value_of
 from .keys import Caller
 from .problems import Problem
@@ -22,7 +23,7 @@ from .trace_routes import IfMatch, matching, version_of
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/library", tags=["library"])
+router = APIRouter(prefix="/library", tags=["library"], route_class=GuardedRoute)
 
 Tenant = Annotated[str, Query(description="the tenant whose entries are listed besides the shared ones")]
 ArrayForm = Annotated[

@@ -23,6 +23,7 @@ from .bodies import ChatBody, CompletionBody, Extension, OpenAIBody
 from .continuity import Continuity, Piece
 from .documents import ModelPath, answers, problems, stream
 from .event_json import event_json
+from .guarded_routes import GuardedRoute
 from .json_values import Form, inlined, to_json
 from .keys import Caller
 from .measured import Measured
@@ -36,7 +37,7 @@ __all__ = ["Completion", "CompletionStream", "json_response", "router"]
 
 logger = logging.getLogger("tracewire.gateway")
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=GuardedRoute)
 
 #: The header with the id of an answer's trace.
 TRACE_HEADER = "Tracewire-Trace-Id"

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tracewire import TracewireError
 
 from .documents import answers
+from .guarded_routes import GuardedRoute
 from .metrics import CONTENT_TYPE
 from .state import TheCaller, TheGateway, needs
 
@@ -19,7 +20,7 @@ __all__ = ["router"]
 
 logger = logging.getLogger("tracewire.gateway")
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 #: How long `/readyz` waits for the bus, in seconds.
 _READY_S = 2.0

@@ -15,11 +15,12 @@ from tracewire import Recording
 
 from .documents import answers, problems
 from .event_json import event_json
+from .guarded_routes import GuardedRoute
 from .state import needs
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/recordings", tags=["traces"])
+router = APIRouter(prefix="/recordings", tags=["traces"], route_class=GuardedRoute)
 
 #: The most that a file may unpack to, in bytes.
 _MOST = 256 * 1024 * 1024

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from .bodies import Body, ChatBody, Extension, NotServed, OfVllm, Text, ints
+from .bodies import Biases, Body, ChatBody, Extension, Items, NotServed, OfVllm, Text, by_first_fault
 from .problems import Problem
 
 __all__ = ["ResponsesBody"]
@@ -69,13 +69,13 @@ class ResponsesBody(OfVllm):
         json_schema_extra={"examples": [{"model": "demo", "input": "Say hello.", "max_output_tokens": 8}]}
     )
     model: Text = Field(min_length=1, examples=["demo"])
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    input: str | Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(
         title="ResponseInput", examples=["Say hello."]
     )
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = Field(
         default=None, title="ResponseToolChoice"
     )
@@ -83,7 +83,7 @@ class ResponsesBody(OfVllm):
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
     text: TextOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
@@ -94,13 +94,13 @@ class ResponsesBody(OfVllm):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     watermarking: bool | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(ints)] = None
+    logit_bias: Biases = None
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
     tracewire: Extension | None = None
@@ -115,7 +115,7 @@ class ResponsesBody(OfVllm):
     truncation: Literal["disabled"] | None = None
     stream_options: NotServed = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, by_first_fault(lambda _, text: isinstance(text, str))] = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

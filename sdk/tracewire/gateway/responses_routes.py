@@ -15,6 +15,7 @@ from tracewire.gateway.keys import Caller
 
 from .documents import ResponseId, answers, problems, stream
 from .event_json import event_json, failure_json
+from .guarded_routes import GuardedRoute
 from .openai_routes import Completion, CompletionStream, json_response
 from .problems import Problem, of_validation
 from .responses_answers import PREFIX, ResponseAnswer, ResponseEvents, end_of, items_of, response_of, response_usage
@@ -24,7 +25,7 @@ from .streams import encoded
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1/responses", tags=["openai"])
+router = APIRouter(prefix="/v1/responses", tags=["openai"], route_class=GuardedRoute)
 
 _FOUND = answers("The response.", "ModelResponse") | problems(404, openai=True)
 _CREATED = stream(

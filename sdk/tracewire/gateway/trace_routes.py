@@ -35,6 +35,7 @@ from .bodies import ControlBody, SteerBody, TraceBody
 from .documents import TraceId, ValueDigest, answers, files, problems, stream
 from .downloads import FORMATS
 from .event_json import event_json, state_json
+from .guarded_routes import GuardedRoute
 from .json_values import Form, inlined, to_json, values_of
 from .keys import Caller
 from .problems import Problem, of_error
@@ -54,7 +55,7 @@ __all__ = [
     "version_of",
 ]
 
-router = APIRouter(prefix="/traces", tags=["traces"])
+router = APIRouter(prefix="/traces", tags=["traces"], route_class=GuardedRoute)
 
 _POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 #: How many traces a page has.

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tracewire.gateway.bodies import ChatBody, CompletionBody, OpenAIBody, SteerBody, TraceBody
+from tracewire.gateway.bodies import (
+    ChatBody,
+    CompletionBody,
+    EditBody,
+    EntryBody,
+    OpenAIBody,
+    SteerBody,
+    TraceBody,
+)
+from tracewire.gateway.responses_bodies import ResponsesBody
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -113,3 +123,49 @@ def test_numbers_are_finite() -> None:
         SteerBody.model_validate_json('{"values": {}, "if_version": -1}')
     with pytest.raises(ValidationError):
         CompletionBody.model_validate_json('{"model": "m", "prompt": "x", "temperature": NaN}')
+
+
+MANY = 5000
+FAULTS = [
+    (CompletionBody, {"model": "m", "prompt": [{}] * MANY}, "prompt"),
+    (CompletionBody, {"model": "m", "prompt": [[{}] * MANY] * 10}, "prompt"),
+    (CompletionBody, {"model": "m", "prompt": "x", "stop": [1] * MANY}, "stop"),
+    (CompletionBody, {"model": "m", "prompt": "x", "stop_token_ids": ["x"] * MANY}, "stop_token_ids"),
+    (CompletionBody, {"model": "m", "prompt": "x", "logit_bias": {f"x{one}": 1 for one in range(MANY)}}, "logit_bias"),
+    (CompletionBody, {"model": "m", "prompt": "x", "logit_bias": {str(one): "1" for one in range(MANY)}}, "logit_bias"),
+    (CompletionBody, {"model": "m", "prompt": "x", **{f"x{one}": 1 for one in range(MANY)}}, "x0"),
+    (ChatBody, {"model": "m", "messages": [1] * MANY}, "messages"),
+    (ChatBody, {"model": "m", "messages": MESSAGES, "tools": [1] * MANY}, "tools"),
+    (TraceBody, {"model": "m", "prompts": [1] * MANY}, "prompts"),
+    (TraceBody, {"model": "m", "prompt": "x", "interventions": [1] * MANY}, "interventions"),
+    (ResponsesBody, {"model": "m", "input": [1] * MANY}, "input"),
+    (ResponsesBody, {"model": "m", "input": "x", "metadata": {str(one): 1 for one in range(MANY)}}, "metadata"),
+    (ResponsesBody, {"model": "m", "input": "x", "tools": [{"type": "function"}] * MANY}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "at"), FAULTS)
+def test_a_body_is_refused_by_its_first_fault(kind: type[Any], body: dict[str, Any], at: str) -> None:
+    found = refused(kind, body)
+    # One for each form that the value could have had.
+    assert 1 <= len(found) <= 4
+    assert found[0][0].split(".")[0] == at
+
+
+def lists(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists of one of pydantic's schemas."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list" and "items_schema" in schema:
+            yield schema
+        for name, one in schema.items():
+            # Values, not schemas.
+            yield from lists(one) if name not in ("metadata", "default", "expected") else ()
+    elif isinstance(schema, list | tuple):
+        for one in schema:
+            yield from lists(one)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, TraceBody, EditBody, EntryBody, ResponsesBody])
+def test_no_list_collects_the_faults_of_all_its_items(kind: type[Any]) -> None:
+    slow = [one for one in lists(kind.__pydantic_core_schema__) if not one.get("fail_fast")]
+    assert [one for one in slow if one["items_schema"]["type"] != "any"] == []
