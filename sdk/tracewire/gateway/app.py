@@ -11,12 +11,13 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 import tracewire
 from tracewire import TracewireError
@@ -146,6 +147,10 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return of_validation(error.errors(), openai=is_openai(request)).response(request.url.path)
+
+    @app.exception_handler(WebSocketRequestValidationError)
+    async def invalid_socket(socket: WebSocket, error: WebSocketRequestValidationError) -> None:
+        await socket.send_denial_response(of_validation(error.errors(), openai=False).response(socket.scope["path"]))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -77,11 +77,8 @@ class Guard:
                     logger.info("the key %r holds no longer: a request of it was ended", caller.name)
                     await request.withdrawn()
         except Problem as problem:
-            # Only from here: what a route raises is answered by the app.
-            if scope["type"] == "websocket":
-                await request.send({"type": "websocket.close", "code": 1008, "reason": problem.message[:120]})
-            else:
-                await problem.response(scope["path"])(scope, receive, request.send)
+            # Only from here: what a route raises is answered by the app. A WebSocket gets the same answer.
+            await problem.response(scope["path"])(scope, receive, request.send)
 
 
 async def _nothing() -> Message:

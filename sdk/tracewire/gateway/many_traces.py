@@ -94,7 +94,7 @@ async def connect(socket: WebSocket, gateway: TheGateway, caller: TheCaller) -> 
     try:
         caller.require("read")
     except Problem as problem:
-        await socket.close(_POLICY, problem.message[:120])
+        await socket.send_denial_response(problem.response(socket.scope["path"]))
         return
     await socket.accept(subprotocol_of(socket.scope))
     await _Connection(socket, gateway, caller).run()

@@ -131,7 +131,13 @@ class Server(uvicorn.Server):
 
 
 class _Socket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket. uvicorn cannot stop one whose client is just closing it."""
+    """uvicorn's WebSocket. uvicorn cannot stop one whose client is just closing it, and takes refusals for defects."""
+
+    async def send(self, message: Any) -> None:
+        """Send a message of the app. An answer in place of the handshake completes the handshake."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
 
     def shutdown(self) -> None:
         """Close the connection: the server stops."""

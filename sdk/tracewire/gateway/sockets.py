@@ -61,11 +61,9 @@ async def connect(
         gateway.check_visible(caller, trace_id)
         point = resume_point(None, since)
         subscription = await subscribed(gateway, trace_id, point, content, names)
-    except Problem as problem:
-        await socket.close(_POLICY, problem.message[:120])
-        return
-    except TracewireError as error:
-        await socket.close(_POLICY, str(error)[:120])
+    except (Problem, TracewireError) as error:
+        problem = error if isinstance(error, Problem) else of_error(error)
+        await socket.send_denial_response(problem.response(socket.scope["path"]))
         return
     await socket.accept(subprotocol_of(socket.scope))
     await _Conversation(socket, gateway, caller, subscription, content, arrays).run()

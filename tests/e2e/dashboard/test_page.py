@@ -15,6 +15,7 @@ from tests.support.gateways import Served
 from tests.support.shown_engine import token_at
 from tests.support.until import until
 from tracewire.gateway.keys import entry_of
+from tracewire.gateway.problems import Problem
 
 Opened = Callable[..., Any]
 
@@ -123,6 +124,33 @@ async def test_a_key_is_asked_for_and_its_rights_count(stand: Stand, opened: Ope
         await expect(page.get_by_role("button", name="Pause")).to_be_enabled()
         await page.get_by_role("button", name="Pause").click()
         await expect(page.locator(".history")).to_contain_text("writer paused the trace.")
+
+
+async def test_a_key_that_has_reached_its_limit_is_told_and_goes_on(
+    stand: Stand, opened: Opened, tmp_path: Path
+) -> None:
+    await stand.trace("mine")
+    stand.steps.let(3)
+    file = tmp_path / "keys.toml"
+    entry = entry_of("k", "reader", frozenset({"read"}), "")
+    file.write_text(entry + "requests_per_minute = 1\n")
+    async with stand.gateway(keys=file) as served, opened(f"{served.url}/dashboard/") as page:
+        await expect(page.get_by_role("dialog")).to_contain_text("The gateway asks for a key.")
+        async with served.http("k") as http:
+            assert (await http.get("/key")).status_code == 200
+        await use_key(page, "k")
+        await expect(page.get_by_role("alert")).to_contain_text("has used its 1 requests a minute")
+        file.write_text(entry + "requests_per_minute = 30\n")
+        await expect(page.locator("#connection")).to_have_text("Live")
+        await expect(page.locator("tbody tr")).to_have_count(1)
+        await expect(page.get_by_role("alert")).to_be_hidden()
+        # A stream that is refused for a moment comes by itself, too.
+        caller = served.gateway.keys.caller("Bearer k")
+        with pytest.raises(Problem):
+            while True:
+                served.gateway.limits.order(caller)
+        await page.evaluate("location.hash = '#/trace/mine'")
+        await expect(page.locator(".block .t")).to_have_count(3)
 
 
 async def focused(page: Page) -> str:

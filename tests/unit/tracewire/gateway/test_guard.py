@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import anyio
 import openai
 import pytest
 from fastapi.routing import APIRoute
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from tests.support.bus_engine import Stage, tiny
 from tests.support.gateways import Served
@@ -225,3 +228,33 @@ async def test_a_foreign_page_changes_nothing_without_a_key(gateway: Callable[..
             if headers is evil:
                 assert answer.json()["detail"] == "pages of https://evil.example may not do this here: see --cors"
             assert (await http.get("/traces", headers=headers)).status_code == 200
+
+
+async def test_a_socket_is_refused_with_the_status_and_the_time_to_come_back(
+    gateway: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry_of(ROOT, "root", RIGHTS, "") + "requests_per_minute = 1\n")
+
+    async def refused(served: Served) -> Any:
+        headers = {"Authorization": f"Bearer {ROOT}"}
+        with pytest.raises(InvalidStatus) as found:
+            await connect(served.url.replace("http", "ws") + "/ws", additional_headers=headers, proxy=None)
+        return found.value.response
+
+    async with (
+        gateway(keys=file, drain_s=60.0) as served,
+        served.http(ROOT) as http,
+        http.stream("GET", "/events") as running,
+    ):
+        assert running.status_code == 200
+        answer = await refused(served)
+        assert (answer.status_code, json.loads(answer.body)["type"]) == (429, "urn:tracewire:rate_limited")
+        assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        served.stop()
+        await until(lambda: served.gateway.closing)
+        answer = await refused(served)
+        assert (answer.status_code, json.loads(answer.body)["type"]) == (503, "urn:tracewire:gateway_closing")
+        assert "Retry-After" in answer.headers
+    # uvicorn takes what ends without a handshake for a defect.
+    assert [one for one in caplog.records if one.name == "uvicorn.error" and one.levelname == "ERROR"] == []

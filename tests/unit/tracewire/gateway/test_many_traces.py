@@ -192,10 +192,14 @@ async def test_keys_rights_and_tenants_count(
         + entry_of("red", "red", frozenset({"read"}), "red")
     )
     async with engine(tiny), gateway(keys=file) as served:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer writer"}):
-            with pytest.raises(InvalidStatus):
+        for key, status in (("", 401), ("wrong", 401), ("writer", 403)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            with pytest.raises(InvalidStatus) as refused:
                 async with opened(served, additional_headers=headers):
                     pass
+            answer = refused.value.response
+            assert (answer.status_code, json.loads(answer.body)["status"]) == (status, status)
+            assert ("WWW-Authenticate" in answer.headers) == (status == 401)
         async with opened(served, additional_headers={"Authorization": "Bearer red"}) as page:
             await page.order("watch", id="w")
             await page.next()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.http11 import Response
 
 from tests.support.bus_engine import Stage
 from tests.support.gateways import Served
 from tests.support.until import until
-from tracewire import Client
+from tracewire import Client, RetryableError
 from tracewire.gateway.keys import entry_of
 
 Engine = Callable[..., Any]
@@ -130,6 +131,40 @@ async def test_what_cannot_be_followed_is_refused(served: Served, query: str) ->
             pass
 
 
+async def refusal(served: Served, *given: str) -> Response:
+    """The answer to a WebSocket that is refused."""
+    with pytest.raises(InvalidStatus) as refused:
+        async with socket(served, *given):
+            pass
+    return refused.value.response
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "field"),
+    [("", 404, None), ("?since=odd", 422, "since"), ("?content=odd", 422, "content"), ("?arrays=odd", 422, "arrays")],
+)
+async def test_a_refusal_has_the_status_of_its_problem(
+    served: Served, query: str, status: int, field: str | None
+) -> None:
+    answer = await refusal(served, "nowhere", "", query)
+    details = json.loads(answer.body)
+    assert (answer.status_code, details["status"], details.get("field")) == (status, status, field)
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert details["detail"]
+
+
+async def test_a_bus_that_is_away_is_a_refusal_that_passes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away:
+        async def check(self) -> None:
+            raise RetryableError("no answer")
+
+        async def aclose(self) -> None: ...
+
+    monkeypatch.setattr(served.gateway.client, "subscribe", lambda *_, **__: Away())
+    answer = await refusal(served, "mine")
+    assert (answer.status_code, int(answer.headers["Retry-After"])) == (503, 1)
+
+
 async def test_keys_and_rights_count(
     engine: Engine, gateway: Callable[..., Any], client: Client, tmp_path: Path
 ) -> None:
@@ -140,10 +175,8 @@ async def test_keys_and_rights_count(
     async with engine(running), gateway(keys=file) as served:
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
-        for key in ("", "wrong", "red"):
-            with pytest.raises(InvalidStatus):
-                async with socket(served, trace.id, key):
-                    pass
+        for key, status in (("", 401), ("wrong", 401), ("red", 404)):
+            assert (await refusal(served, trace.id, key)).status_code == status
         async with socket(served, trace.id, "reader") as connection:
             await order(connection, do="cancel", id=1)
             while (reply := json.loads(await connection.recv()))["type"] != "reply":

@@ -4,7 +4,7 @@ import { Problem, socketAddress } from "./api.js";
 
 const FIRST_WAIT_MS = 200;
 const LONGEST_WAIT_MS = 4000;
-/** How long a stream waits that the gateway could not open just now. */
+/** How long a stream waits at least that the gateway could not open just now, or that its key has no room for. */
 const AGAIN_MS = 1000;
 
 /**
@@ -134,8 +134,9 @@ export class Connection {
       stream.onevent(message.event);
     } else if (message.over) {
       this.byId.delete(stream.id);
-      if (message.error?.status === 503) {
-        stream.timer = setTimeout(() => this.begin(stream), AGAIN_MS);
+      const { status, retry_after: seconds } = message.error ?? {};
+      if (status === 503 || (status === 429 && seconds !== undefined)) {
+        stream.timer = setTimeout(() => this.begin(stream), Math.max(AGAIN_MS, 1000 * (seconds ?? 0)));
         return;
       }
       this.streams.delete(stream);

@@ -220,8 +220,15 @@ export class ListView {
   async refresh() {
     const load = this.loads;
     const filters = this.state.value ? { limit: PAGE, state: this.state.value } : { limit: PAGE };
-    const found = await this.ask(filters).catch(() => ({ data: [] }));
+    let found;
+    try {
+      found = await this.ask(filters);
+    } catch (problem) {
+      this.fail(problem);
+      return;
+    }
     if (load !== this.loads) return;
+    this.problem.hidden = true;
     let above = null;
     for (const trace of found.data) {
       const row = this.rows.get(trace.id) ?? this.row(trace);

@@ -100,8 +100,8 @@ async function checkKey() {
   } catch (problem) {
     if (problem.status === 401) askKey(settings.key ? "The gateway does not know this key." : "The gateway asks for a key.");
     else if (problem.status === 403) askKey(problem.message);
-    // Otherwise the gateway is away, and the connection tries on.
-    return problem.status === 0 || problem.status >= 500;
+    // Otherwise the gateway is away, or the key has reached a limit, and the connection tries on.
+    return problem.status === 0 || problem.status === 429 || problem.status >= 500;
   }
 }
 
