@@ -343,7 +343,7 @@ MUTANTS = (
     _of(
         f"{_BUS}/lua/record_open.lua",
         "a-stale-attempt-is-opened",
-        "if attempt < last or attempt == last and last_engine ~= engine then return 'overtaken' end",
+        "if attempt < last or attempt == last and (last_engine ~= engine or had) then return 'overtaken' end",
         "",
         _TRACE_RECORDS + "::test_an_attempt_is_one_engines",
     ),
