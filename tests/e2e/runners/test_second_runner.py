@@ -74,6 +74,26 @@ async def test_second_runner_comes_to_what_the_first_does(
     assert not same(theirs, ours)
 
 
+#: Sampling params beyond what the second runner holds of a request, by the field that is at fault.
+BEYOND = {
+    "seed": {"seed": 2**63},
+    "allowed_token_ids": {"allowed_token_ids": list(range(1200))},
+    "logit_bias": {"logit_bias": dict.fromkeys(range(1200), 1.0)},
+    "stop_token_ids": {"min_tokens": 2, "stop_token_ids": list(range(200))},
+    "bad_words": {"bad_words": [f"word{number}" for number in range(200)]},
+}
+
+
+@pytest.mark.parametrize("field", list(BEYOND))
+async def test_sampling_params_beyond_what_the_runner_holds_are_refused(field: str, second: Served) -> None:
+    async with second.client() as client:
+        with pytest.raises(tracewire.TraceRejected) as caught:
+            await client.trace("demo", "hello", max_tokens=4, **BEYOND[field]).result()
+        assert caught.value.field == f"sampling.{field}"
+        # The engine goes on.
+        assert len((await client.trace("demo", "hello", max_tokens=4, ignore_eos=True).result()).token_ids) == 4
+
+
 @pytest.fixture(scope="module")
 def shown(
     starts_engine: None, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
