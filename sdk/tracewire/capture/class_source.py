@@ -54,8 +54,16 @@ class ClassSource(FunctionSource, frozen=True, eq=False, dict=True):
         source = dedent(lines, self.node.col_offset)
         if name == self.node.name:
             return source
-        renamed = re.sub(rf"^(class[\s\\]+){self.node.name}\b", rf"\g<1>{name}", source, count=1, flags=re.MULTILINE)
-        return f"{renamed.rstrip()}\n{name}.__name__ = {name}.__qualname__ = {self.node.name!r}\n"
+        # Python derives a private name (`__x`) from the class's name without the underscores before it.
+        new = "_" * 8 + self.node.name.lstrip("_") if self._has_private_names else name
+        renamed = re.sub(rf"^(class[\s\\]+){self.node.name}\b", rf"\g<1>{new}", source, count=1, flags=re.MULTILINE)
+        text = f"{renamed.rstrip()}\n{new}.__name__ = {new}.__qualname__ = {self.node.name!r}\n"
+        return text if new == name else f"{text}{name} = {new}\n"
+
+    @cached_property
+    def _has_private_names(self) -> bool:
+        found = re.findall(r"\b__\w+", "\n".join(self.file.lines[self.first_line - 1 : end_of(self.node)[0]]))
+        return any(not one.endswith("__") for one in found) and bool(self.node.name.strip("_"))
 
     def _names(self, *, eager: bool) -> dict[str, int]:
         try:

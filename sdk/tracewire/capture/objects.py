@@ -442,8 +442,12 @@ def _state(value: Any) -> dict[str, Any]:
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for slot in [slots] if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                state[slot] = getattr(value, slot)
+            if slot in ("__dict__", "__weakref__"):
+                continue
+            private = slot.startswith("__") and not slot.endswith("__") and cls.__name__.strip("_")
+            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
+            if hasattr(value, attribute):
+                state[attribute] = getattr(value, attribute)
     return state
 
 

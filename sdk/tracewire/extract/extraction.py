@@ -156,6 +156,8 @@ async def extract(
         to = options.get("to") or stack.enter_context(tempfile.TemporaryDirectory())
         # The engine sends the last position alone where nothing else is asked for.
         reads = Probe(_TENSOR, at, positions="last" if which == "last" and positions is None else "prompt")
+        if "key" in options.get("harvest", {}):
+            raise TraceRejected("harvest.key", "expected no key: the prompts go by their order in the two lists")
         given = {**({} if positions is None else {"positions": positions}), **options.get("harvest", {})}
         done = await client.harvest(served, [*kinds[0], *kinds[1]], [reads], to=to, **given)
         if done.failed:
@@ -220,7 +222,7 @@ def _activations(to: Any, tensors: Sequence[str], which: str, positive: int) -> 
             inside = prompt[name][order].astype(np.float32)[positions[order] < prompt.prompt_tokens]
             if not len(inside):
                 raise TraceRejected("positions", f"prompt {prompt.key} has no token at these positions")
-            rows[name][int(prompt.key)] = inside[-1] if which == "last" else inside.mean(0)
+            rows[name][int(prompt.key)] = inside[-1].copy() if which == "last" else inside.mean(0)
     both = {name: np.stack([found_[key] for key in sorted(found_)]) for name, found_ in rows.items()}
     return {name: (stacked[:positive], stacked[positive:]) for name, stacked in both.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -16,7 +16,10 @@ from tracewire.checks import check_count, shown
 from tracewire.errors import SaveMissing, TraceRejected
 from tracewire.traces.recorder.recording import Recording
 from tracewire_bus.transport.errors import first_error
-from tracewire_bus.wire.messages import Probe
+from tracewire_bus.wire.messages import NO_MEDIA, Probe
+
+if TYPE_CHECKING:
+    from tracewire_bus.wire.messages import Submission
 
 __all__ = ["ProbeReading", "apply_probe"]
 
@@ -57,6 +60,7 @@ class _Sequence(NamedTuple):
     finished: bool
     invoke: int
     choice: int
+    lora: str | None = None
 
     def reading(self, values: Array, positions: Array) -> ProbeReading:
         """The reading of this sequence."""
@@ -69,6 +73,9 @@ class Reads(Protocol):
     """A client, as far as this needs it."""
 
     library: Any
+
+    @property
+    def models(self) -> Any: ...
 
     @property
     def trace(self) -> Any: ...
@@ -139,7 +146,8 @@ async def apply_probe(
     async def one(place: int, trace: str | Recording) -> None:
         async with limit:
             state = await client.get_state(trace) if isinstance(trace, str) else trace.state()
-            for sequence in _sequences(state, place):
+            submitted = None if isinstance(trace, str) else trace.submission
+            for sequence in _sequences(state, place, submitted if own is None else None):
                 reading = await (_again(client, probe, sequence) if own is None else _of_saves(sequence, saves, own))
                 found[place].append(reading)
 
@@ -154,8 +162,8 @@ async def apply_probe(
     return [reading for readings in found for reading in readings]
 
 
-def _sequences(state: Any, place: int) -> list[_Sequence]:
-    """The sequences of a trace, prompt by prompt and choice by choice."""
+def _sequences(state: Any, place: int, submitted: Submission | None) -> list[_Sequence]:
+    """The sequences of a trace, prompt by prompt and choice by choice. `submitted` is known of a recording."""
     accepted = state.accepted
     if accepted is None:
         raise TraceRejected(f"traces[{place}]", f"no engine has accepted trace {state.trace_id}")
@@ -164,7 +172,13 @@ def _sequences(state: Any, place: int) -> list[_Sequence]:
         for choice, one in enumerate(of_prompt.choices):
             tokens = [*prompt, *one.token_ids]
             about = (state.trace_id, accepted.model, tokens, len(prompt), one.saves, state.finished)
-            found.append(_Sequence(*about, invoke, choice))
+            lora = None
+            if submitted is not None:
+                own = submitted.invokes[invoke]
+                if own.media != NO_MEDIA:
+                    raise TraceRejected(f"traces[{place}]", "expected no media: its tokens do not give its prompt back")
+                lora = own.lora
+            found.append(_Sequence(*about, invoke, choice, lora))
     return found
 
 
@@ -247,8 +261,12 @@ async def _again(client: Reads, probe: Probe, one: _Sequence) -> ProbeReading:
     import numpy as np
 
     read = msgspec.structs.replace(probe, positions="prompt")
-    options = {"interventions": [read], "max_tokens": 1, "temperature": 0.0}
-    async with client.trace(one.model, one.token_ids, **options) as trace:
+    options: dict[str, Any] = {"interventions": [read], "max_tokens": 1, "temperature": 0.0}
+    if one.lora is not None:
+        options["lora"] = one.lora
+    # A prompt has to leave room for one more token.
+    most = (await client.models.get(one.model)).info.max_model_len - 1
+    async with client.trace(one.model, one.token_ids[:most], **options) as trace:
         result = await trace.result()
         await result.load()
     values = np.concatenate([np.asarray(item, np.float32) for item in result.saves[probe.name]])

@@ -120,6 +120,8 @@ async def strength_sweep(
     for name, values in (("prompts", given), ("strengths", wanted)):
         if not values:
             raise TraceRejected(name, "expected at least one")
+    if measures and any(map(_has_media, given)):
+        raise TraceRejected("perplexity", "expected False: the tokens of a prompt with media do not give it back")
     served = await client.models.get(model) if isinstance(model, str) else model
     run = _Run(client, served, score, {"max_tokens": 64, **sampling}, measures, anyio.Semaphore(concurrency))
     results: list[list[Any]] = [[None] * len(given) for _ in wanted]
@@ -136,6 +138,16 @@ async def strength_sweep(
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
     return StrengthSweep([_row(strength, found) for strength, found in zip(wanted, results, strict=True)])
+
+
+def _has_media(prompt: Any) -> bool:
+    """Whether a prompt has more than text: `multi_modal_data`, or such parts in a chat's messages."""
+    if isinstance(prompt, Mapping):
+        return bool(prompt.get("multi_modal_data"))
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    contents = [one.get("content") for one in messages if isinstance(one, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
 
 
 def _row(strength: float, found: Sequence[tuple[float, str, Sequence[float]]]) -> Strength:
@@ -178,9 +190,13 @@ class _Run:
     async def _losses(self, result: Any) -> list[float]:
         """The negative log-likelihood of each sampled token under the unsteered model, in nats."""
         prompt, sampled = list(result.accepted.prompt_token_ids[0]), list(result.token_ids)
+        # A prompt has to leave room for one more token.
+        sampled = sampled[: self.model.info.max_model_len - 1 - len(prompt)]
         if not sampled:
             return []
-        options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        options: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        if (lora := self.sampling.get("lora")) is not None:
+            options["lora"] = lora
         async with self.client.trace(self.model, prompt + sampled, **options) as again:
             read = await again.result()
         steps = read.prompt_logprobs[0][len(prompt) :]

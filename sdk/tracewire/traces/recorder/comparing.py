@@ -129,7 +129,8 @@ def _difference(name: str, index: int | None, mine: Any, theirs: Any, tolerance:
     if not (_is_numeric(mine) and _is_numeric(theirs)):
         same = type(mine) is type(theirs) and not is_array(mine) and mine == theirs
         return None if same else ValueDifference(name, index, None, None, f"expected {mine!r}, got {theirs!r}"[:300])
-    one, other = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+    complex_ = any(np.iscomplexobj(value) for value in (mine, theirs))
+    one, other = (np.asarray(value, np.complex128 if complex_ else np.float64) for value in (mine, theirs))
     if one.shape != other.shape:
         return ValueDifference(name, index, None, None, f"expected shape {[*one.shape]}, got {[*other.shape]}")
     with np.errstate(invalid="ignore"):
@@ -147,5 +148,5 @@ def _difference(name: str, index: int | None, mine: Any, theirs: Any, tolerance:
 
 def _is_numeric(value: Any) -> bool:
     if is_array(value):
-        return value.dtype.kind not in "OUSc"
-    return isinstance(value, int | float)
+        return value.dtype.kind not in "OUS"
+    return isinstance(value, int | float | complex)

@@ -47,6 +47,8 @@ def planned_again(recording: Recording, client: str, model: str | None = None) -
         if state.status in CUT:
             tokens = [len(one.token_ids) for one in state.invokes[index].choices] if index < len(state.invokes) else []
             sampling["max_tokens"] = max(1, *tokens, 0)
+            if "min_tokens" in sampling:
+                sampling["min_tokens"] = min(sampling["min_tokens"], sampling["max_tokens"])
         invokes.append(msgspec.structs.replace(_same_prompt(invoke, accepted, index), sampling=sampling))
     return msgspec.structs.replace(
         _again(submission, accepted, client, model),
@@ -110,6 +112,12 @@ def _parts(recording: Recording) -> tuple[Submission, Accepted]:
             "",
             f"the recording of {recording.trace_id} lacks the submission, and cannot run again: Redis keeps one until "
             "the trace ends. Record the trace while it runs, or by the handle that submitted it (trace.record())",
+        )
+    if recording.lacks_steering():
+        raise InvalidRecording(
+            "",
+            f"trace {recording.trace_id} was steered in events that its engine had trimmed before they were recorded, "
+            "so it cannot run again as it did (tracewire engine --retain-events and --retain-bytes)",
         )
     if accepted is None:
         raise InvalidRecording("", f"no engine had accepted trace {recording.trace_id} when it was recorded")

@@ -22,7 +22,7 @@ from tracewire_bus.domain.fold import Fold
 from tracewire_bus.store.snapshots import Stored
 from tracewire_bus.wire.bulk_ranges import bulk_range
 from tracewire_bus.wire.codec import check_schema, decode_event, decode_submission, encode
-from tracewire_bus.wire.messages import Columns
+from tracewire_bus.wire.messages import Columns, Snapshot
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_bus.wire.signing import unwrap
 
@@ -151,6 +151,23 @@ class Recording:
             found += [Steering(one.index, values, by, event.time, one.invoke, one.choice) for one in event.first]
         return sorted(found, key=lambda one: (one.invoke, one.choice, one.index))
 
+    def lacks_steering(self) -> bool:
+        """Whether the last attempt's stream was trimmed behind changes of live parameters, which are not in it."""
+        lacks, version, attempt = False, 0, 0
+        for event in self.events():
+            after = event.snapshot() if isinstance(event, Gap) else event
+            if after.attempt > attempt:
+                lacks, version, attempt = False, 0, after.attempt
+            if isinstance(event, Accepted):
+                version = event.live_version
+            elif isinstance(event, Steered):
+                version = event.version
+            elif isinstance(after, Snapshot):
+                begun = after.accepted.live_version if after.accepted is not None else 0
+                lacks = lacks or after.live_version > max(version, begun)
+                version = after.live_version
+        return lacks
+
     def _last_attempt(self) -> tuple[Accepted | None, list[Steered]]:
         accepted: Accepted | None = None
         steered: list[Steered] = []
@@ -227,6 +244,8 @@ async def _read(reader: EventReader, content: Content, last: str | None) -> None
             if event is None:
                 return
             if isinstance(event, Gap):
+                if not content.references:
+                    await _take_held_arrays(event, content.arrays)
                 content.events.append((f"gap {event.since} {event.until}", event._schema, bytes(event._data)))
                 continue
             if not content.references:
@@ -272,6 +291,14 @@ async def _take_arrays(event: Any, arrays: dict[str, bytes]) -> None:
             for ref in _references(getattr(change, "items", None) or getattr(change, "value", None)):
                 if ref.blob not in arrays:
                     arrays[ref.blob] = (await ref.load()).tobytes()
+
+
+async def _take_held_arrays(gap: Gap, arrays: dict[str, bytes]) -> None:
+    """Download the large arrays to which the state behind trimmed events refers."""
+    for choice in gap.snapshot().choices:
+        for ref in _references(choice.saves):
+            if ref.blob not in arrays:
+                arrays[ref.blob] = (await ref.load()).tobytes()
 
 
 def _references(value: Any) -> Iterator[ArrayRef]:

@@ -234,6 +234,46 @@ def test_namedtuples() -> None:
     assert pair._replace(right=1).right == 1
 
 
+class Private:
+    """Python makes `_Private__scale` of its attribute's name."""
+
+    __scale = 1.0
+    __slots__ = ("__dict__", "__offset")
+
+    def __init__(self, scale, offset):
+        self.__scale = scale
+        self.__offset = offset
+
+    def score(self, x):
+        return self.__scale * x + self.__offset
+
+
+class _Derived(Private):
+    def more(self):
+        self.__own = 1
+        return self.score(self.__own)
+
+
+class PrivateNet(torch.nn.Module):
+    __bias = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.__bias = 5.0
+
+    def forward(self, x):
+        return x + self.__bias
+
+
+def test_private_attributes() -> None:
+    first, derived, net = arriving([Private(8.0, 0.5), _Derived(2.0, 0.25), PrivateNet()])
+    assert first.score(2) == 16.5
+    assert derived.more() == 2.25
+    assert net(torch.ones(1)).item() == 6.0
+    assert [type(one).__name__ for one in (first, derived, net)] == ["Private", "_Derived", "PrivateNet"]
+    assert isinstance(derived, type(first))
+
+
 def test_dataclasses() -> None:
     frozen = arriving(Frozen("a", Config(2, weights=[1.5], seed=4)))
     assert frozen.name == "a"

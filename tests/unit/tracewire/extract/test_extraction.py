@@ -82,6 +82,25 @@ async def test_the_tokens_that_are_asked_for_are_read(
     assert found.direction.distance == pytest.approx(distance, rel=0.05)
 
 
+async def test_no_more_of_a_prompt_is_kept_than_is_asked_for(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt's last row alone, not a view of all of its rows."""
+    bases: list[Any] = []
+    stack = np.stack
+
+    def recorded(arrays: Any, *arguments: Any, **options: Any) -> Any:
+        bases.extend(one.base for one in arrays)
+        return stack(arrays, *arguments, **options)
+
+    async with engine(reads):
+        await client.models.get("tiny", timeout=30)
+        monkeypatch.setattr(np, "stack", recorded)
+        await client.extract("tiny", POSITIVE, NEGATIVE, folds=4, positions=slice(0, 5))
+    assert len(bases) >= 16
+    assert set(map(type, bases)) == {type(None)}
+
+
 async def test_a_direction_becomes_an_entry_of_the_library(client: Client, engine: Engine) -> None:
     async with engine(reads):
         await client.models.get("tiny", timeout=30)
@@ -112,6 +131,7 @@ async def test_a_direction_becomes_an_entry_of_the_library(client: Client, engin
         ((POSITIVE[:3], NEGATIVE), {}, "positive"),
         ((POSITIVE, "text"), {}, "negative"),
         ((POSITIVE, NEGATIVE), {"folds": 1}, "positive"),
+        ((POSITIVE, NEGATIVE), {"harvest": {"key": "id"}}, "harvest.key"),
     ],
 )
 async def test_what_cannot_be_extracted(

@@ -109,6 +109,28 @@ async def test_by_running_traces_again(client: Client, engine: Engine) -> None:
     assert (found.positions.tolist(), found.prompt_tokens) == ([0, 1, 2, 3, 4, 5], 2)
 
 
+async def test_a_recording_runs_again_with_its_adapter_and_as_far_as_the_context_goes(
+    client: Client, engine: Engine
+) -> None:
+    again: list[Any] = []
+
+    async def script(stage: Stage) -> None:
+        if stage.submission.invokes[0].token_ids is not None:
+            again.append(stage.submission.invokes[0])
+        await saving(stage)
+
+    async with engine(script, hidden_size=3, loras=["poet"], max_model_len=6):
+        await client.models.get("tiny", timeout=30)
+        async with client.trace("tiny", "x", max_tokens=4, lora="poet") as trace:
+            await trace.result()
+            recording = await trace.record()
+        (found,) = await client.apply_probe(PROBE, traces=[recording])
+    assert [one.lora for one in again] == ["poet"]
+    # Two tokens of the prompt and four sampled ones; a prompt has to leave room for one.
+    assert [len(one.token_ids) for one in again] == [5]
+    assert found.positions.tolist() == [0, 1, 2, 3, 4]
+
+
 async def test_a_cancelled_call_ends_the_traces_that_run_again(client: Client, engine: Engine) -> None:
     running: list[str] = []
     going = anyio.Event()

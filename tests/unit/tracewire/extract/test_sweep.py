@@ -30,12 +30,14 @@ class Writes:
     def __init__(self) -> None:
         self.seeds: list[Any] = []
         self.again: list[list[int]] = []
+        self.loras: list[str | None] = []
 
     async def __call__(self, stage: Stage) -> None:
         invoke = stage.submission.invokes[0]
         if invoke.sampling.get("prompt_logprobs") is not None:
             ids = invoke.token_ids or []
             self.again.append(ids)
+            self.loras.append(invoke.lora)
             assert not stage.submission.interventions
             await stage.accept(prompt_token_ids=[ids])
             await stage.output("!")
@@ -64,6 +66,39 @@ async def test_each_strength_has_its_score_and_its_perplexity(client: Client, en
     assert sorted(map(len, script.again)) == [3, 3, 5, 5]
     assert sweep.best().strength == 3
     assert "perplexity" in sweep._repr_svg_()
+
+
+async def test_the_perplexity_is_that_of_the_same_adapter(client: Client, engine: Engine) -> None:
+    script = Writes()
+    async with engine(script, loras=["poet"]):
+        await client.models.get("tiny", timeout=30)
+        await client.strength_sweep("tiny", VECTOR, ["x"], [2], score=len, at="residual(1)", lora="poet")
+    assert script.loras == ["poet"]
+
+
+async def test_a_text_that_fills_the_context_is_read_without_its_end(client: Client, engine: Engine) -> None:
+    script = Writes()
+    async with engine(script, max_model_len=5):
+        await client.models.get("tiny", timeout=30)
+        sweep = await client.strength_sweep("tiny", VECTOR, ["x"], [3], score=len, at="residual(1)", max_tokens=3)
+    # Two tokens of the prompt and three sampled ones; a prompt has to leave room for one.
+    assert [len(ids) for ids in script.again] == [4]
+    assert sweep.rows[0].perplexity == pytest.approx(math.exp(LOSS))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "x", "multi_modal_data": {"image": np.zeros((2, 2, 3), np.uint8)}},
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+    ],
+)
+async def test_the_perplexity_of_a_prompt_with_media_is_refused(client: Client, engine: Engine, prompt: Any) -> None:
+    async with engine(Writes()):
+        await client.models.get("tiny", timeout=30)
+        with pytest.raises(TraceRejected) as refused:
+            await client.strength_sweep("tiny", VECTOR, [prompt], [1], score=len, at="residual(1)")
+    assert refused.value.field == "perplexity"
 
 
 async def test_a_probe_or_an_async_function_scores(client: Client, engine: Engine) -> None:

@@ -54,6 +54,8 @@ async def test_the_first_token_that_differs(got: list[int], whole: bool, token: 
         (["a"], ["b"], 0, None),
         ([1.0], ["a"], 0, None),
         ([float("nan")], [1.0], 0, float("nan")),
+        ([np.complex64([1 + 2j, 3])], [np.complex64([1 + 2j, 3 + 4j])], 0, 4.0),
+        (1 + 2j, 1 + 5j, None, 3.0),
     ],
 )
 async def test_the_first_value_that_differs(mine: Any, theirs: Any, index: int | None, amount: float | None) -> None:
@@ -63,7 +65,15 @@ async def test_the_first_value_that_differs(mine: Any, theirs: Any, index: int |
 
 
 @pytest.mark.parametrize(
-    "value", [[1.0, float("nan"), float("inf")], ["a"], [np.float32([1, np.nan])], {"a": (1, None)}, True]
+    "value",
+    [
+        [1.0, float("nan"), float("inf")],
+        ["a"],
+        [np.float32([1, np.nan])],
+        {"a": (1, None)},
+        True,
+        [np.complex64([1 + 2j])],
+    ],
 )
 async def test_what_is_the_same_is_no_difference(value: Any) -> None:
     assert (await differences(state([1, 2], s=value), state([1, 2], s=value))).values == []

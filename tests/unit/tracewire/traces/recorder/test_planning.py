@@ -79,3 +79,19 @@ async def test_a_cut_trace_runs_as_far_as_it_came(client: Client, engine: Callab
     assert planned_again(cut, "me").invokes[0].sampling == {"max_tokens": 3, "seed": 7}
     with pytest.raises(tracewire.InvalidRecording, match="lacks the submission"):
         planned_again(nothing, "me")
+
+
+async def test_a_trace_that_was_cut_asks_for_no_more_tokens_than_it_had(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        for word in ("one", " two"):
+            await stage.output(word)
+        await stage.final("cancelled")
+
+    with anyio.fail_after(PATIENCE):
+        async with engine(script), client.trace("tiny", "x", max_tokens=96, min_tokens=64) as trace:
+            await trace.until_done()
+            again = planned_again(await trace.record(), "another")
+    assert (again.invokes[0].sampling["max_tokens"], again.invokes[0].sampling["min_tokens"]) == (2, 2)

@@ -131,6 +131,56 @@ async def test_restarts_and_gaps(client: Client, engine: Callable[..., Any]) -> 
     assert recording.accepted.attempt == 2
 
 
+async def test_a_trimmed_stream_is_recorded_with_the_arrays_of_its_snapshot(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    array = np.arange(100_000, dtype=np.float32)
+
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.save("one ", {"acts": await stage.store(array, "acts")})
+        await stage.save("two ", {"acts": await stage.store(array + 1, "acts")})
+        assert await stage.bus.snapshots.take(stage.trace, stage.attempt) is not None
+        await stage.output("three")
+        await stage.final()
+
+    with anyio.fail_after(PATIENCE):
+        async with engine(script), client.trace("tiny", "x") as trace:
+            await trace.until_done()
+        recording = await client.record(trace.id)
+        assert [event.type for event in recording.events()] == ["gap", "output", "final"]
+        # Redis has dropped them since.
+        await client._session.open_bus().command("DEL", client._session.open_bus().keys.blobs(trace.id))
+        saved = await recording.state().saves.load()
+    assert [item.tolist() for item in saved["acts"]] == [array.tolist(), (array + 1).tolist()]
+    assert not recording.lacks_steering()
+
+
+async def test_a_trace_that_was_steered_in_trimmed_events_cannot_run_again(
+    client: Client, engine: Callable[..., Any]
+) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.accept()
+        await stage.output("one ")
+        await stage.steered()
+        await stage.output("two ")
+        assert await stage.bus.snapshots.take(stage.trace, stage.attempt) is not None
+        await stage.output("three")
+        await stage.final()
+
+    with anyio.fail_after(PATIENCE):
+        async with engine(script):
+            trace = client.trace("tiny", "x", live={"alpha": 0.0})
+            await trace.accepted()
+            await trace.steer(alpha=1.0)
+            await trace.until_done()
+            recording = await trace.record()
+            assert recording.lacks_steering()
+            for again in (client.replay(recording), trace.fork([{"alpha": 2.0}], at=2)):
+                with pytest.raises(tracewire.InvalidRecording, match="steered in events that its engine had trimmed"):
+                    await again
+
+
 async def test_a_file_with_an_event_that_cannot_be_read_is_refused(tmp_path: Path, client: Client, engine: Any) -> None:
     with anyio.fail_after(PATIENCE):
         recording = await steered(client, engine)
