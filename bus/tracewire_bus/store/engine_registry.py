@@ -8,11 +8,12 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
+import anyio
 import msgspec
 
 from tracewire_bus.domain.limit_table import DEFAULTS
-from tracewire_bus.transport.errors import BusFull, NotAllowed
-from tracewire_bus.transport.link import AfterOthers
+from tracewire_bus.transport.errors import BusFull, BusUnavailable, NotAllowed
+from tracewire_bus.transport.link import AfterOthers, Link, ask_once
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script, assemble
 from tracewire_bus.wire.codec import decode_engine, digest_bytes, encode
@@ -46,16 +47,16 @@ class EngineRegistry:
         #: Whether this user may load scripts, as far as is known.
         self._loads = True
 
-    async def register(self, info: EngineInfo, ttl_s: float = 5.0) -> None:
+    async def register(self, info: EngineInfo, ttl_s: float = 5.0, link: Link | None = None) -> None:
         """Register an engine for `ttl_s` seconds. The engine calls this again before they have passed.
 
         The first call writes the whole entry. Later calls write a heartbeat, which lacks the model's module tree and
-        configuration: these are large and do not change.
+        configuration: these are large and do not change. A call over a `link` is tried once and not repeated.
 
         Raises:
-            BusUnavailable: Redis does not answer.
+            BusUnavailable: Redis does not answer; with a `link`, at the first try.
         """
-        await self._keep_scripts()
+        await self._keep_scripts(link)
         key, milliseconds = self._keys.engine(info.engine), max(1, round(ttl_s * 1000))
         brief = msgspec.structs.replace(
             info, modules=[], attributes={}, sources={}, config={}, attention=[], tree=_tree_digest(info)
@@ -76,20 +77,31 @@ class EngineRegistry:
         if self._registered.get(info.engine) == lasting:
             # Clients of earlier versions read the full entry, of which only the changing numbers are out of date.
             with suppress(NotAllowed):
-                there, *_ = await self._connections.commands(("PEXPIRE", key, milliseconds), *heartbeat)
+                there, *_ = await self._ask(link, ("PEXPIRE", key, milliseconds), *heartbeat)
                 if there:
                     return
         # Before clients find the engine, so that they queue nothing beyond its limits.
         with suppress(BusFull):
             # A Redis without memory queues nothing anyway.
-            await self._connections.commands(_queue_limits(self._keys, info), refuse_full=True)
-        await self._connections.commands(RENEW((key,), encode(info), milliseconds), *heartbeat)
+            await self._ask(link, _queue_limits(self._keys, info), refuse_full=True)
+        await self._ask(link, RENEW((key,), encode(info), milliseconds), *heartbeat)
         self._registered[info.engine] = lasting
 
-    async def load_scripts(self) -> bool:
+    async def _ask(self, link: Link | None, *commands: Sequence[Any], refuse_full: bool = False) -> list[Any]:
+        """The replies to commands over a link, or else over the shared connections."""
+        if link is None:
+            return await self._connections.commands(*commands, refuse_full=refuse_full)
+        try:
+            return await ask_once(link, *commands)
+        except (BusUnavailable, anyio.get_cancelled_exc_class()):
+            # A caller that gives up has had no answer in its time.
+            self._connections.note_outage()
+            raise
+
+    async def load_scripts(self, link: Link | None = None) -> bool:
         """Load all scripts into Redis, for users who may only run them. Returns whether any was missing.
 
-        On a cluster, clients send the text of scripts.
+        A call over a `link` is tried once and not repeated. On a cluster, clients send the text of scripts.
 
         Raises:
             NotAllowed: this user may load no scripts.
@@ -98,18 +110,18 @@ class EngineRegistry:
         if self._connections.clustered:
             return False
         scripts = _scripts()
-        there = await self._connections.command("SCRIPT", "EXISTS", *scripts)
+        (there,) = await self._ask(link, ("SCRIPT", "EXISTS", *scripts))
         missing = [text for text, known in zip(scripts.values(), there, strict=True) if not known]
         if missing:
-            await self._connections.commands(*(("SCRIPT", "LOAD", text) for text in missing))
+            await self._ask(link, *(("SCRIPT", "LOAD", text) for text in missing))
         return bool(missing)
 
-    async def _keep_scripts(self) -> None:
+    async def _keep_scripts(self, link: Link | None) -> None:
         """Load the scripts if Redis has lost them, as after a restart or a failover. An older user may not."""
         if not self._loads:
             return
         try:
-            await self.load_scripts()
+            await self.load_scripts(link)
         except NotAllowed as error:
             self._loads = False
             logger.info("users who may only run scripts cannot use this Redis: %s", error)

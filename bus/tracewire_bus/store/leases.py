@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tracewire_bus.transport.errors import BusUnavailable, as_bus_error, is_transient
-from tracewire_bus.transport.link import Link
+from tracewire_bus.transport.link import Link, ask_once
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.transport.scripts import Script
 
@@ -35,15 +34,8 @@ class Leases:
         command = RENEW((self._keys.lease(lease),), "", max(1, round(seconds * 1000)))
         if link is None:
             await self._connections.command(*command)
-            return
-        try:
-            (reply,) = await link.execute(command)
-            if isinstance(reply, Exception):
-                raise reply
-        except Exception as error:
-            if is_transient(error):
-                raise BusUnavailable(f"Redis does not answer: {error}") from error
-            raise as_bus_error(error) from error
+        else:
+            await ask_once(link, command)
 
     async def release(self, lease: str) -> None:
         """End a lease."""

@@ -10,14 +10,18 @@ import anyio.lowlevel
 
 from tracewire_bus.wire.pieces import LARGE_BYTES, Pieces
 
-from .errors import is_demoted, name_command, unloaded
+from .errors import BusFull, BusUnavailable, as_bus_error, is_demoted, is_full, is_transient, name_command, unloaded
+from .loops import Task, Timer, running_loop
 from .scripts import with_text
 from .server import Transport, discard
 
-__all__ = ["AfterOthers", "Link", "ahead_of", "pack_arguments", "pack_commands"]
+__all__ = ["AfterOthers", "Link", "ahead_of", "ask_once", "pack_arguments", "pack_commands"]
 
-#: The time for the replies of one call, in seconds, after which the connection is closed.
+#: The time for the replies of one call, in seconds, after which the connection is closed. A reply may be large, and a
+#: script slow. Who cannot wait so long limits its call.
 COMMAND_S: Final = 30.0
+#: How often a link that awaits replies asks whether its server is still the right one, in seconds.
+WATCH_S: float = 1.0
 
 
 class AfterOthers(tuple[Any, ...]):
@@ -101,6 +105,9 @@ class Link:
         Raises:
             redis.exceptions.RedisError: the connection failed. Redis may have executed some of the commands.
             TimeoutError: replies did not arrive in time. Redis may have executed some of the commands.
+
+        While a link awaits replies, it asks once a second whether the transport chooses another server by now. If so,
+        the connection counts as failed.
         """
         from redis.exceptions import NoScriptError
 
@@ -133,10 +140,13 @@ class Link:
             packed = pack_commands(commands)
         await self.connect()
         connection = self._connection
+        replies: list[Any] | None = None
         try:
-            with anyio.fail_after(timeout_s):
+            with anyio.fail_after(timeout_s) as scope, _Watch(self._transport, connection, scope):
                 await connection.send_packed_command(packed.buffers if type(packed) is Pieces else packed)
-                replies: list[Any] = await connection.read_replies(len(commands))
+                replies = await connection.read_replies(len(commands))
+            if replies is None:
+                raise ConnectionError("another server has taken over, and this one has not answered")
         except BaseException as error:
             # The next call must not read the replies to this one.
             await self.drop()
@@ -154,6 +164,63 @@ class Link:
         if connection is not None:
             await discard(connection)
             self._spare = connection
+
+
+class _Watch:
+    """Cancels `scope`, in which a link awaits replies on `connection`, once the transport chooses another server.
+
+    A server that was replaced may be unable to answer, and to close its connections.
+    """
+
+    __slots__ = ("_connection", "_scope", "_task", "_timer", "_transport")
+
+    def __init__(self, transport: Transport, connection: Any, scope: anyio.CancelScope) -> None:
+        self._transport, self._connection, self._scope = transport, connection, scope
+        self._timer: Timer | None = None
+        self._task: Task[None] | None = None
+
+    def __enter__(self) -> None:
+        if self._transport.may_change:
+            loop = running_loop()
+            # Most replies come before that, and need no task.
+            self._timer = loop.call_at(loop.time() + WATCH_S, self._begin)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = running_loop().create_task(self._run(), name="tracewire server watch")
+
+    async def _run(self) -> None:
+        while True:
+            if not await self._transport.is_current(self._connection):
+                return self._scope.cancel()
+            await anyio.sleep(WATCH_S)
+
+
+async def ask_once(link: Link, *commands: Sequence[Any]) -> list[Any]:
+    """Execute commands in one round trip over a link, without retries. Returns the raw replies.
+
+    Raises:
+        BusUnavailable: Redis does not answer.
+        BusFull: Redis has no memory left.
+        BusError: Redis refuses.
+    """
+    try:
+        replies = await link.execute(*commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+    except Exception as error:
+        if is_full(error):
+            raise BusFull("Redis has no memory left") from error
+        if is_transient(error):
+            raise BusUnavailable(f"Redis does not answer: {error}") from error
+        raise as_bus_error(error) from error
+    return replies
 
 
 def ahead_of(commands: Sequence[Sequence[Any]]) -> int:

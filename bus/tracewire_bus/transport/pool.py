@@ -45,6 +45,9 @@ logger = logging.getLogger("tracewire")
 #: Concurrent round trips of short commands, and the number of connections kept for them.
 CONCURRENT: Final = 8
 
+#: The time for one try of a call at least, however little patience is left, in seconds.
+_LEAST_TRY_S: Final = 1.0
+
 #: Connections that a client opens ahead of its first commands.
 WARM: Final = 3
 
@@ -139,6 +142,10 @@ class Connections:
     def unbatched(self) -> Connections:
         """New connections to the same Redis that batch no calls: for calls with large replies."""
         return Connections(self.url, patience_s=self._patience_s, unbatched=True, guard=self.guard, parent=self)
+
+    def note_outage(self) -> None:
+        """Note that Redis does not answer a caller, or has not answered one."""
+        self.broken_at = anyio.current_time()
 
     async def execute_once(
         self,
@@ -311,7 +318,7 @@ class Connections:
         await link.drop()
         if not isinstance(error, Exception):
             return
-        self.broken_at = anyio.current_time()
+        self.note_outage()
         # A slow command, or one unreachable node of a cluster, is no reason to close the other links.
         away = isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError)
         if away and self._cluster is None:
@@ -358,6 +365,8 @@ class Connections:
     ) -> list[Any]:
         """Execute several commands in one round trip, with the retries and errors of `command`.
 
+        The last try ends with the patience.
+
         Args:
             commands: the commands; all are retried together.
             refuse_full: do not retry when Redis has no memory left.
@@ -374,7 +383,9 @@ class Connections:
         deadline = anyio.current_time() + self._patience_s
         while True:
             try:
-                replies = await self.execute_once(*commands, unbatched=unbatched, within_s=within_s)
+                # A server that was slow for the whole time may still answer the last try.
+                with anyio.fail_after(max(_LEAST_TRY_S, deadline - anyio.current_time())):
+                    replies = await self.execute_once(*commands, unbatched=unbatched, within_s=within_s)
                 for reply in replies:
                     if isinstance(reply, Exception):
                         raise reply
@@ -385,7 +396,7 @@ class Connections:
                 if not is_transient(error):
                     raise as_bus_error(error) from error
                 if not is_full(error):
-                    self.broken_at = anyio.current_time()
+                    self.note_outage()
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     state = "has no memory left" if is_full(error) else "is away"

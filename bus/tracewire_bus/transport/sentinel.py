@@ -6,7 +6,8 @@ in the same way, so a failover is an outage of a few seconds.
 
 When sentinels fail over while the old master still runs, they demote it about ten seconds later. Until then the old
 master accepts writes that will be lost. `Sentinels` therefore asks a sentinel once a second, over one permanent
-connection, whether the connections in use still go to the master.
+connection, whether the connections in use still go to the master. A link asks that before each use, and while it
+awaits replies: a master that hangs gives none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Sentinels:
     Attributes:
         service: the name of the service, `mymaster` by default.
     """
+
+    may_change = True
 
     def __init__(self, url: str) -> None:
         addresses = Addresses(url, _PORT)
@@ -82,6 +85,10 @@ class Sentinels:
             except (ConnectionError, TimeoutError, OSError) as error:
                 problems.append(f"{name}: {str(error) or type(error).__name__}")
                 continue
+            except anyio.get_cancelled_exc_class():
+                # The caller has less time. Its next call asks another sentinel first.
+                self._ask_last(sentinel)
+                raise
             if master is None:
                 unknown += 1
                 problems.append(f"{name} does not know it")
@@ -113,12 +120,16 @@ class Sentinels:
             except Exception as error:
                 # The master may still be the same. The next check asks another sentinel.
                 logger.debug("sentinel %s does not answer: %s", name, error)
-                self._sentinels.remove(sentinel)
-                self._sentinels.append(sentinel)
+                self._ask_last(sentinel)
             finally:
                 self._polling = False
                 self._polled_at = anyio.current_time()
         return self._master_address is None or (connection.host, connection.port) == self._master_address
+
+    def _ask_last(self, sentinel: tuple[str, Server]) -> None:
+        """Ask the other sentinels before this one."""
+        self._sentinels.remove(sentinel)
+        self._sentinels.append(sentinel)
 
     async def aclose(self) -> None:
         """Close the connection to a sentinel, and stop the checks."""

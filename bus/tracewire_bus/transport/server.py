@@ -37,7 +37,13 @@ _tls_contexts: dict[str, tuple[float, Any]] = {}
 
 
 class Transport(Protocol):
-    """Opens connections to the server that commands should go to at that time."""
+    """Opens connections to the server that commands should go to at that time.
+
+    Attributes:
+        may_change: whether that may be another server later.
+    """
+
+    may_change: bool
 
     async def open(self, spare: Any = None) -> Any:
         """Open a connection: an `AsyncioConnection`, or on trio an `AnyioConnection`.
@@ -50,7 +56,10 @@ class Transport(Protocol):
         """
 
     async def is_current(self, connection: Any) -> bool:
-        """Whether a connection of this transport still goes to the right server. Links call this before each use."""
+        """Whether a connection of this transport still goes to the right server.
+
+        Links call this before each use, and while they await replies.
+        """
 
     async def aclose(self) -> None:
         """Close the connections that the transport uses itself."""
@@ -66,6 +75,8 @@ class Server:
     Raises:
         ValueError: redis-py refuses the URL or an option. The text shows no part of a password.
     """
+
+    may_change = False
 
     def __init__(self, url: str, **options: Any) -> None:
         from redis.asyncio.connection import ConnectionPool

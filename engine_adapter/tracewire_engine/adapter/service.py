@@ -27,6 +27,7 @@ from tracewire_bus.domain.limit_table import changed
 from tracewire_bus.domain.tree import ModuleTree
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.messages import EngineInfo
 from tracewire_engine.link.blob_receiver import BlobChunk
@@ -294,34 +295,51 @@ class Adapter:
             self._reports.held_up = False
             pending.note_chunk()
 
-    async def _renew(self) -> None:
+    async def _renew(self, link: Link | None = None) -> None:
         """Renew the engine's lease. Without it the intake takes no traces: other engines would take them over."""
         asked = anyio.current_time()
-        await self._bus.registry.register(self._info, self._settings.lease_s)
-        was, self._lifecycle.valid_until = self._lifecycle.valid_until, asked + self._settings.lease_s
+        await self._bus.registry.register(self._info, self._settings.lease_s, link)
+        was = self._lifecycle.valid_until
+        self._lifecycle.valid_until = max(was, asked + self._settings.lease_s)
         if was <= anyio.current_time():
             # The lease had run out, and the intake waits for its renewal.
             self._lifecycle.notify()
 
     async def _heartbeat(self) -> None:
+        """Renew the lease in an endless loop, over a connection of its own, which no other call can hold up."""
+        link, silent = self._bus.link(), False
+        try:
+            while True:
+                silent = await self._beat_once(link, again=silent)
+        finally:
+            await link.drop()
+
+    async def _beat_once(self, link: Link, *, again: bool) -> bool:
+        """Renew the lease when it is time, or at once `again`. Returns whether Redis did not answer in time."""
         info = self._info
-        while True:
+        if not again:
             with anyio.move_on_after(self._settings.heartbeat_s):
                 await self._beat.wait()
-            if self._engine.lost and not self.lost:
-                logger.error("the engine of %s has died", info.engine)
-                self._lifecycle.give_up()
-            # Route reports of plain requests, for which no task waits.
-            self._reports.pull()
-            info.running = len(self._intake.scopes) + self.plain.running
-            info.malformed, info.waiting_bytes = self._bus.guard.malformed, self._backpressure.waiting_bytes
-            info.limits_reached = dict(self._trace_limits.counts)
-            info.state = self._state()
-            try:
-                await self._renew()
-            except BusError as error:
-                # The engine goes on. Its events wait for Redis, and its entry is written again when Redis is back.
-                logger.warning("the registry could not be renewed: %s", error)
+        if self._engine.lost and not self.lost:
+            logger.error("the engine of %s has died", info.engine)
+            self._lifecycle.give_up()
+        # Route reports of plain requests, for which no task waits.
+        self._reports.pull()
+        info.running = len(self._intake.scopes) + self.plain.running
+        info.malformed, info.waiting_bytes = self._bus.guard.malformed, self._backpressure.waiting_bytes
+        info.limits_reached = dict(self._trace_limits.counts)
+        info.state = self._state()
+        try:
+            # A connection that does not answer for so long is replaced by the next try, before the lease is over.
+            with anyio.fail_after(self._settings.lease_s / 3):
+                await self._renew(link)
+        except TimeoutError:
+            logger.warning("the registry has not answered in time; the engine asks again over another connection")
+            return True
+        except BusError as error:
+            # The engine goes on. Its events wait for Redis, and its entry is written again when Redis is back.
+            logger.warning("the registry could not be renewed: %s", error)
+        return False
 
     def _state(self) -> str:
         """The engine's state, as the registry has it (`EngineInfo`)."""

@@ -31,6 +31,7 @@ class Proxy:
         self.away = False
         self._going = anyio.Event()
         self._going.set()
+        self._frozen: set[SocketStream] = set()
         #: Take more connections than these, and never answer.
         self.served: int | None = None
 
@@ -42,6 +43,10 @@ class Proxy:
                 stream.extra(SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
         await anyio.lowlevel.checkpoint()
 
+    def freeze(self) -> None:
+        """Forward nothing more over the connections that are open, and say so to neither end. New ones work."""
+        self._frozen |= self._streams
+
     def stop(self) -> None:
         """Keep new connections waiting."""
         self._going = anyio.Event()
@@ -49,6 +54,10 @@ class Proxy:
     def go_on(self) -> None:
         """Serve those that wait."""
         self._going.set()
+
+    async def _thawed(self, stream: SocketStream) -> None:
+        if stream in self._frozen:
+            await anyio.sleep_forever()
 
     async def _forward(self, client: SocketStream) -> None:
         await self._going.wait()
@@ -66,6 +75,7 @@ class Proxy:
                 if self.swallow is not None and self.swallow in data:
                     cut = True
                     self.swallow = None
+                await self._thawed(server)
                 await server.send(data)
 
         self._streams |= {client, server}
@@ -78,6 +88,7 @@ class Proxy:
                         if self.on_swallow is not None:
                             self.on_swallow()
                         break
+                    await self._thawed(client)
                     self.delivered += len(data)
                     await client.send(data)
                 group.cancel_scope.cancel()
@@ -85,6 +96,7 @@ class Proxy:
             pass
         finally:
             self._streams -= {client, server}
+            self._frozen -= {client, server}
 
 
 @asynccontextmanager

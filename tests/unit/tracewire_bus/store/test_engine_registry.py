@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from tests.support.bus_engine import engine_info
+from tests.support.redis.proxy import proxy
 from tests.support.served import ENGINE, served
 from tests.support.until import until
-from tracewire_bus.bus import Bus
+from tracewire_bus.bus import Bus, BusUnavailable
 from tracewire_bus.wire.codec import decode_engine, encode
 from tracewire_bus.wire.messages import EngineInfo, ModuleInfo
 
@@ -132,3 +136,23 @@ async def test_an_engine_that_nobody_understands_is_left_out(bus: Bus) -> None:
     await bus.command("SET", bus.keys.engine("strange"), b"\xc1")
     await bus.registry.register(EngineInfo(engine="e", model="m"))
     assert [info.engine for info in await bus.registry.list()] == ["e"]
+
+
+async def test_an_engine_registers_over_a_link_of_its_own_and_tries_once(
+    embedded: str, prefix: str, bus: Bus, tmp_path: Path
+) -> None:
+    info = engine_info()
+    async with proxy(embedded, tmp_path) as way, Bus.open(way.url, prefix=prefix, patience_s=1000) as other:
+        link = other.link()
+        for _ in range(2):
+            await other.registry.register(info, 60, link)
+        assert [one.engine for one in await bus.registry.list()] == [info.engine]
+        way.away = True
+        await way.cut()
+        before = other.broken_at
+        with anyio.fail_after(60), pytest.raises(BusUnavailable):
+            await other.registry.register(info, 60, link)
+        assert other.broken_at > before
+        way.away = False
+        await other.registry.register(info, 60, link)
+        await link.drop()

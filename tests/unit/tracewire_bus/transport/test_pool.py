@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from anyio.lowlevel import checkpoint
 from tests.support.redis.proxy import proxy
 from tests.support.trips import together
 from tracewire_bus.transport.errors import BusUnavailable
+from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.pool import Connections
 
 
@@ -239,3 +241,19 @@ async def test_calls_go_on_after_a_trip_that_never_began(connections: Connection
             await checkpoint()
         connections._scheduled.cancel()
     assert await connections.command("ECHO", "y") == b"y"
+
+
+@pytest.mark.parametrize("unbatched", [False, True])
+async def test_a_try_lasts_no_longer_than_the_patience(
+    embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, unbatched: bool
+) -> None:
+    """Replies are awaited for ever otherwise."""
+    monkeypatch.setattr("tracewire_bus.transport.pool._LEAST_TRY_S", 0.01)
+    monkeypatch.setattr(
+        Link.execute, "__kwdefaults__", {**(Link.execute.__kwdefaults__ or {}), "timeout_s": float("inf")}
+    )
+    connections = Connections(embedded, patience_s=0.01)
+    with anyio.fail_after(60), pytest.raises(BusUnavailable):
+        await connections.command("BLPOP", f"{prefix}:nothing", 0, unbatched=unbatched)
+    assert connections.broken_at > -math.inf
+    await connections.aclose()

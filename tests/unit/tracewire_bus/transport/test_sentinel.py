@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from redis.exceptions import ConnectionError
 
 from tests.support.redis.servers import (
     BINARIES,
@@ -27,6 +31,7 @@ pytestmark = pytest.mark.parametrize("version", BINARIES)
 
 
 SERVICE = "events"
+PATIENCE = 60
 
 
 class Watched:
@@ -151,6 +156,71 @@ async def test_a_master_that_was_replaced_and_lives_is_left(version: str, prefix
             entries = [entry.data async for entry in bus.read("t")]
         assert entries == [b"0", b"1"]
         assert await service.replica.ask("XLEN", bus.keys.events("t")) == 2
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies are awaited for ever."""
+    monkeypatch.setattr(
+        Link.execute, "__kwdefaults__", {**(Link.execute.__kwdefaults__ or {}), "timeout_s": float("inf")}
+    )
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_master_that_hangs_is_left_once_it_was_replaced(version: str, prefix: str) -> None:
+    """It answers nothing more, and closes no connection."""
+    async with watched(version) as service:
+        await service.replica_is_known()
+        link = Link(Sentinels(service.url))
+        async with Bus.open(service.url, prefix=prefix, patience_s=1000) as bus:
+            assert int((await bus.command("CONFIG", "GET", "port"))[1]) == service.master.port
+            await link.connect()
+            os.kill(service.master.pid, signal.SIGSTOP)
+            ports: list[int] = []
+
+            async def ask() -> None:
+                ports.append(int((await bus.command("CONFIG", "GET", "port"))[1]))
+
+            async def block() -> None:
+                with pytest.raises(ConnectionError, match="another server has taken over"):
+                    await link.execute(("BLPOP", "nothing", 0))
+
+            with anyio.fail_after(PATIENCE):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(ask)
+                    group.start_soon(block)
+                    await see_that_it_is_dead(service.sentinel, SERVICE)
+            assert ports == [service.replica.port]
+            assert not link.connected
+            await link._transport.aclose()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[str, anyio.Event]]:
+    """A server that says nothing: its address, and whether somebody has connected to it."""
+    connected = anyio.Event()
+    listener = await anyio.create_tcp_listener(local_host=HOST)
+
+    async def serve(stream: SocketStream) -> None:
+        connected.set()
+        async with stream:
+            await anyio.sleep_forever()
+
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, serve)
+        yield f"{HOST}:{listener.extra(SocketAttribute.local_port)}", connected
+        group.cancel_scope.cancel()
+
+
+async def test_a_sentinel_that_does_not_answer_in_its_callers_time_is_asked_last(version: str) -> None:
+    async with watched(version) as service, silent() as (address, connected):
+        sentinels = Sentinels(f"redis+sentinel://{address},{service.sentinel.address}/{SERVICE}")
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+                group.start_soon(sentinels.open)
+                await connected.wait()
+                group.cancel_scope.cancel()
+        assert [name for name, _ in sentinels._sentinels] == [service.sentinel.address, address]
 
 
 async def test_whether_the_master_is_another_is_asked_over_one_connection(

@@ -20,6 +20,7 @@ from tests.support.stepping import Gate, free, whole
 from tests.support.until import until
 from tracewire import Client, Restarted
 from tracewire_bus.bus import Bus
+from tracewire_bus.transport.link import Link
 from tracewire_engine.adapter.engine_api import Choice
 from tracewire_engine.adapter.service import Adapter, Settings
 from tracewire_engine.protocol.messages import Report
@@ -261,3 +262,27 @@ async def test_an_engine_that_was_told_to_stop_with_its_adapter_costs_no_try(cli
                 await whole(client, aborted.id, "aborted", 20)
             events = await whole(client, drains.id, "drains", 20)
     assert not [event for event in events if isinstance(event, Restarted)]
+
+
+async def test_an_engine_keeps_its_lease_though_its_connections_have_gone_silent(
+    bus: Bus, embedded: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has closed them, and replies over them would be awaited for ever."""
+    monkeypatch.setattr(
+        Link.execute, "__kwdefaults__", {**(Link.execute.__kwdefaults__ or {}), "timeout_s": float("inf")}
+    )
+    with anyio.fail_after(PATIENCE):
+        async with (
+            proxy(embedded, tmp_path) as way,
+            Bus.open(way.url, prefix=prefix, patience_s=1000) as other,
+            serving(other, free(), lease_s=0.6) as adapter,
+        ):
+            name = adapter._info.engine
+            await until(lambda: bus.registry.alive(name))
+            registered = adapter._lifecycle.valid_until
+            await until(lambda: adapter._lifecycle.valid_until > registered)
+            way.freeze()
+            await bus.command("DEL", bus.keys.engine(name), bus.keys.heartbeat(name))
+            await until(lambda: bus.registry.alive(name))
+            assert other.broken_at > 0
+            await way.cut()
