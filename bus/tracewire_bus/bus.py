@@ -469,7 +469,7 @@ class Bus:
 
     @property
     def broken_at(self) -> float:
-        """When Redis last failed to answer this bus, by the event loop's clock; `-inf` if never."""
+        """When Redis last did not answer, or was another server, by the event loop's clock; `-inf` if never."""
         return self._connections.broken_at
 
     def recovery(self, model: str) -> Recovery:

@@ -147,6 +147,7 @@ class Link:
                 replies = await connection.read_replies(len(commands))
             if replies is None:
                 raise ConnectionError("another server has taken over, and this one has not answered")
+            self._transport.note_replies(connection)
         except BaseException as error:
             # The next call must not read the replies to this one.
             await self.drop()

@@ -76,7 +76,6 @@ class Connections:
     Attributes:
         url: the URL of the Redis.
         guard: parses what is read over these connections.
-        broken_at: when a command last found Redis unreachable, by the event loop's clock; -inf for never.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Connections:
         #: Whether this user may run scripts by their digests only; None while that is not known.
         self._digests_only: bool | None = None
         self._closed = False
-        self.broken_at = -math.inf
+        self._broken_at = -math.inf
 
     @property
     def clustered(self) -> bool:
@@ -143,9 +142,17 @@ class Connections:
         """New connections to the same Redis that batch no calls: for calls with large replies."""
         return Connections(self.url, patience_s=self._patience_s, unbatched=True, guard=self.guard, parent=self)
 
+    @property
+    def broken_at(self) -> float:
+        """When Redis was last found unreachable, or was another server than before, by the event loop's clock.
+
+        -inf for never.
+        """
+        return self._broken_at if self._transport is None else max(self._broken_at, self._transport.moved_at)
+
     def note_outage(self) -> None:
         """Note that Redis does not answer a caller, or has not answered one."""
-        self.broken_at = anyio.current_time()
+        self._broken_at = anyio.current_time()
 
     async def execute_once(
         self,
@@ -400,8 +407,9 @@ class Connections:
                 pause = backoff.next()
                 if anyio.current_time() + pause > deadline:
                     state = "has no memory left" if is_full(error) else "is away"
+                    why = str(error) or "it has not answered in time"
                     hint = "the client reconnects by itself; the call can be repeated"
-                    raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {error} ({hint})") from error
+                    raise BusUnavailable(f"Redis at {redacted(self.url)} {state}: {why} ({hint})") from error
                 await anyio.sleep(pause)
 
     async def aclose(self) -> None:

@@ -13,6 +13,7 @@ awaits replies: a master that hangs gives none.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, Final
 
 import anyio
@@ -42,6 +43,8 @@ class Sentinels:
 
     Attributes:
         service: the name of the service, `mymaster` by default.
+        moved_at: when a sentinel last named another master than before, or a server answered that is the master no
+            longer, by the event loop's clock; -inf for never.
     """
 
     may_change = True
@@ -58,6 +61,7 @@ class Sentinels:
         # The master's address as far as known, and when a sentinel was last asked for it.
         self._master_address: tuple[str, int] | None = None
         self._polled_at = 0.0
+        self.moved_at = -math.inf
         # The permanent link to a sentinel, that sentinel's name, and whether a check is under way.
         self._link: Link | None = None
         self._link_name = ""
@@ -103,7 +107,8 @@ class Sentinels:
                 continue
             self._sentinels.remove(sentinel)
             self._sentinels.insert(0, sentinel)
-            self._master_address, self._polled_at = master, anyio.current_time()
+            self._note_master(master)
+            self._polled_at = anyio.current_time()
             return connection
         if unknown == len(self._sentinels):
             raise WrongTopology(f"no sentinel knows a service {self.service!r}: the URL names it as .../SERVICE")
@@ -116,7 +121,7 @@ class Sentinels:
             name, server = sentinel = self._sentinels[0]
             try:
                 with anyio.fail_after(_ANSWER_S):
-                    self._master_address = await self._poll_master(name, server) or self._master_address
+                    self._note_master(await self._poll_master(name, server) or self._master_address)
             except Exception as error:
                 # The master may still be the same. The next check asks another sentinel.
                 logger.debug("sentinel %s does not answer: %s", name, error)
@@ -124,7 +129,21 @@ class Sentinels:
             finally:
                 self._polling = False
                 self._polled_at = anyio.current_time()
+        return self._is_master(connection)
+
+    def note_replies(self, connection: Any) -> None:
+        """Note that replies have come over a connection; see `Transport.note_replies`."""
+        if not self._is_master(connection):
+            self.moved_at = anyio.current_time()
+
+    def _is_master(self, connection: Any) -> bool:
         return self._master_address is None or (connection.host, connection.port) == self._master_address
+
+    def _note_master(self, address: tuple[str, int] | None) -> None:
+        """Note the address that a sentinel names."""
+        if self._master_address not in (None, address):
+            self.moved_at = anyio.current_time()
+        self._master_address = address
 
     def _ask_last(self, sentinel: tuple[str, Server]) -> None:
         """Ask the other sentinels before this one."""

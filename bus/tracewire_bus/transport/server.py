@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from functools import cache
@@ -41,9 +42,12 @@ class Transport(Protocol):
 
     Attributes:
         may_change: whether that may be another server later.
+        moved_at: when it was last found to be another one, or when one that it was before last replied, by the event
+            loop's clock; -inf for never. The other one may lack writes that the first one acknowledged until then.
     """
 
     may_change: bool
+    moved_at: float
 
     async def open(self, spare: Any = None) -> Any:
         """Open a connection: an `AsyncioConnection`, or on trio an `AnyioConnection`.
@@ -61,6 +65,9 @@ class Transport(Protocol):
         Links call this before each use, and while they await replies.
         """
 
+    def note_replies(self, connection: Any) -> None:
+        """Note that replies have come over a connection of this transport."""
+
     async def aclose(self) -> None:
         """Close the connections that the transport uses itself."""
 
@@ -77,6 +84,7 @@ class Server:
     """
 
     may_change = False
+    moved_at = -math.inf
 
     def __init__(self, url: str, **options: Any) -> None:
         from redis.asyncio.connection import ConnectionPool
@@ -143,6 +151,9 @@ class Server:
     async def is_current(self, connection: Any) -> bool:
         """True: there is only one server."""
         return True
+
+    def note_replies(self, connection: Any) -> None:
+        """Do nothing: there is only one server."""
 
     async def aclose(self) -> None:
         """Do nothing: this transport uses no connection itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,8 +11,11 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
+from hiredis import Reader
 from redis.exceptions import ConnectionError
 
+import tracewire
+from tests.support.bus_engine import engine_info
 from tests.support.redis.servers import (
     BINARIES,
     HOST,
@@ -26,6 +30,7 @@ from tests.support.until import until
 from tracewire_bus.bus import FINAL_ID, Bus, BusError, BusUnavailable, Entry
 from tracewire_bus.transport.link import Link
 from tracewire_bus.transport.sentinel import Sentinels
+from tracewire_bus.wire.codec import schema_text
 
 pytestmark = pytest.mark.parametrize("version", BINARIES)
 
@@ -221,6 +226,97 @@ async def test_a_sentinel_that_does_not_answer_in_its_callers_time_is_asked_last
                 await connected.wait()
                 group.cancel_scope.cancel()
         assert [name for name, _ in sentinels._sentinels] == [service.sentinel.address, address]
+
+
+class _NamesOne:
+    """A sentinel that names the master that a test sets."""
+
+    def __init__(self, master: int) -> None:
+        self.master = master
+
+    async def serve(self, stream: SocketStream) -> None:
+        """Answer one client."""
+        reader = Reader()
+        async with stream:
+            async for data in stream:
+                reader.feed(data)
+                while command := reader.gets():
+                    port = str(self.master).encode()
+                    named = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(HOST), HOST.encode(), len(port), port)
+                    await stream.send(named if command[0] == b"SENTINEL" else b"+OK\r\n")
+
+
+@asynccontextmanager
+async def partitioned(version: str) -> AsyncIterator[tuple[Running, Running, _NamesOne, str]]:
+    """Two masters that know nothing of each other, what names the first of them, and its URL."""
+    async with running_servers(version) as servers:
+        first, second = await servers.start(), await servers.start()
+        listener = await anyio.create_tcp_listener(local_host=HOST)
+        sentinel = _NamesOne(first.port)
+        async with listener, anyio.create_task_group() as group:
+            group.start_soon(listener.serve, sentinel.serve)
+            port = listener.extra(SocketAttribute.local_port)
+            yield first, second, sentinel, f"redis+sentinel://{HOST}:{port}/{SERVICE}"
+            group.cancel_scope.cancel()
+
+
+async def test_another_master_counts_as_an_outage_though_the_old_one_still_answers(
+    version: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracewire_bus.transport.sentinel._CHECK_S", 0.0)
+    monkeypatch.setattr("tracewire_bus.transport.link.WATCH_S", 1000.0)
+    async with partitioned(version) as (first, second, sentinel, url), Bus.open(url, prefix=prefix) as bus:
+        await bus.command("PING")
+        assert bus.broken_at == -math.inf
+        link, replies = bus.link(), []
+
+        async def block() -> None:
+            replies.extend(await link.execute(("BLPOP", "k", 0)))
+
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as group:
+                group.start_soon(block)
+
+                async def blocks() -> bool:
+                    return b"cmd=blpop" in await first.ask("CLIENT", "LIST")
+
+                await until(blocks)
+                sentinel.master = second.port
+                assert int((await bus.command("CONFIG", "GET", "port"))[1]) == second.port
+                moved_at = bus.broken_at
+                assert moved_at > -math.inf
+                assert bus.vectors.kept_since == moved_at
+                # What the first one acknowledges now may be lost, too.
+                await first.ask("RPUSH", "k", "v")
+        assert replies == [[b"k", b"v"]]
+        assert bus.broken_at > moved_at
+        await link.drop()
+
+
+async def test_a_submission_that_the_next_master_lacks_is_sent_again(
+    version: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master that has it still runs, and no connection has broken."""
+    monkeypatch.setattr("tracewire_bus.transport.sentinel._CHECK_S", 0.0)
+    monkeypatch.setattr("tracewire.traces.presence.GUARD_POLL_S", 0.05)
+    async with (
+        partitioned(version) as (first, second, sentinel, url),
+        Bus.open(first.url, prefix=prefix) as bus,
+        Bus.open(second.url, prefix=prefix) as other,
+        tracewire.connect(url, prefix=prefix) as client,
+    ):
+        for one in (bus, other):
+            await one.registry.register(engine_info(schema=schema_text()), 600)
+        trace = client.trace("tiny", "x", max_tokens=4, detach=True)
+        await trace.start()
+        assert await bus.queue.waiting("tiny") == 1
+        sentinel.master = second.port
+
+        async def there() -> bool:
+            return await other.queue.waiting("tiny") == 1
+
+        await until(there)
+        await trace.aclose()
 
 
 async def test_whether_the_master_is_another_is_asked_over_one_connection(
