@@ -28,7 +28,7 @@ record.remember(key, operations, operation, remember)
 local number = redis.call('HINCRBY', key, 'zn', 1)
 if engine then
   redis.call('XADD', control .. engine, '*', 'k', action, 't', trace, 'b', author, 'n', number, 'g', proof, 'w', within,
-    'o', outcome)
+    'o', outcome, 'i', operation)
   redis.call('EXPIRE', control .. engine, control_seconds)
 end
 return 'asked'

@@ -54,6 +54,7 @@ class Order(msgspec.Struct, frozen=True):
         within_s: for `drain`, after how many seconds the engine puts its running traces back; for `pause`, after how
             many it ends the pause. None for no limit.
         then: for `pause`, how the engine ends the pause: `resume` or `cancel`.
+        id: for `pause` and `resume`, the random id of the client's operation; empty if the client gives none.
         number: for `pause` and `resume`, the count of the trace's pauses and resumptions, from 1; 0 if unknown.
         proof: the client's signature; empty if the client has no key. That of `steer` is in the change.
     """
@@ -67,6 +68,7 @@ class Order(msgspec.Struct, frozen=True):
     number: int = 0
     proof: bytes = b""
     then: str = ""
+    id: str = ""
 
 
 def drain_command(
@@ -253,6 +255,7 @@ def _order(flat: Sequence[bytes]) -> Order:
         integer(fields.get(b"n", b"0")),
         fields.get(b"g", b""),
         _text(fields.get(b"o", b"")),
+        _text(fields.get(b"i", b"")),
     )
 
 

@@ -50,17 +50,9 @@ class Claims:
             self._sent[trace] = entry
             if due is not None:
                 submission = msgspec.structs.replace(submission, deadline_s=max(0.0, due - anyio.current_time()))
-            live = run.live
             commands += [
                 records.create_command(submission, unpack_live(submission.live), self._bus.retention_s),
-                records.claim_command(
-                    *(trace, engine, run.attempt),
-                    closed=run.closed,
-                    version=0 if live is None else live.version,
-                    live={} if live is None else live.changed,
-                    paused=run.pause.wanted_by,
-                    pauses=run.pause.number,
-                ),
+                self._record_command(run),
                 claim_command(
                     *(self._bus.keys, model, engine, entry),
                     client=submission.client,
@@ -69,6 +61,27 @@ class Claims:
                 ),
             ]
         return commands
+
+    def _record_command(self, run: TraceRun) -> tuple[Any, ...]:
+        """The command that writes the state of a run into its trace's record again."""
+        live = run.live
+        return self._bus.records.claim_command(
+            *(run.trace, self._info.engine, run.attempt),
+            closed=run.closed,
+            version=0 if live is None else live.version,
+            live={} if live is None else live.changed,
+            paused=run.pause.wanted_by,
+            pauses=run.pause.number,
+        )
+
+    async def tell_record(self, run: TraceRun) -> None:
+        """Write the state of a run into its trace's record again, if the trace runs here. A newer record stays.
+
+        Raises:
+            BusUnavailable: Redis does not answer.
+        """
+        if self.runs.get(run.trace) is run and not run.ended and not run.fenced:
+            await self._bus.command(*self._record_command(run))
 
     def acknowledged(self) -> None:
         """Note that Redis has carried out the commands."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -22,7 +24,6 @@ from .engine_api import EngineLost
 from .gate import Gate
 from .lifecycle import Lifecycle
 from .live_changes import Steering
-from .live_proofs import Undoing
 from .trace_run import TraceRun
 
 __all__ = ["Control"]
@@ -59,9 +60,9 @@ class Control:
         self._wanted = Signal()
         #: The nonces of signed orders for each run, with the number of the pause or resumption.
         self._orders: WeakKeyDictionary[TraceRun, dict[bytes, int]] = WeakKeyDictionary()
-        #: The changes of records that the engine has refused, and that are to be undone.
-        self._to_undo: deque[tuple[str, Undoing]] = deque()
-        self._refused = Signal()
+        #: How the records of traces are to be mended, with the traces' ids.
+        self._to_mend: deque[tuple[str, Callable[[], Awaitable[None]]]] = deque()
+        self._mending = Signal()
 
     @property
     def busy(self) -> bool:
@@ -142,35 +143,40 @@ class Control:
             self.audit.refused("steer", order.trace, str(error))
             undoing = run.proofs.undo(order.change)
             if undoing is not None:
-                self._to_undo.append((order.trace, undoing))
-                self._refused.notify()
+                self._mend(order.trace, partial(self._bus.records.restore, order.trace, *undoing))
             return False
         return True
 
-    async def undo(self) -> None:
-        """Undo in the traces' records the changes that the engine has refused. Never ends by itself."""
+    def _mend(self, trace: str, mend: Callable[[], Awaitable[None]]) -> None:
+        self._to_mend.append((trace, mend))
+        self._mending.notify()
+
+    async def mend(self) -> None:
+        """Mend the traces' records. Never ends by itself.
+
+        It undoes the changes that the engine has refused. It tells a record what the engine has accepted under another
+        number than the record has given.
+        """
         while True:
-            while not self._to_undo:
-                await self._refused.wait()
-            trace, undoing = self._to_undo.popleft()
+            while not self._to_mend:
+                await self._mending.wait()
+            trace, mend = self._to_mend.popleft()
             try:
-                await self._bus.records.restore(trace, *undoing)
+                await mend()
             except BusError as error:
-                # The next engine of the trace refuses the change again.
-                logger.warning("a refused change of trace %s could not be undone: %s", trace, error)
+                # The next engine of the trace refuses a change again, and this one tells a new server all it knows.
+                logger.warning("the record of trace %s could not be mended: %s", trace, error)
 
     def obey(self, order: Order) -> None:
         """Carry out an order for a trace, if the trace runs here and the order is accepted."""
         run = self._claims.runs.get(order.trace)
         if isinstance(run, list):
             run.append(order)
-        elif run is None or not self._is_admitted(order, run):
-            # The trace has ended, or nobody may do this.
+        elif run is None or run.pause.is_known(order.id) or not self._is_admitted(order, run):
+            # The trace has ended, or the order was read before, or nobody may do this.
             return
         elif order.kind in ("pause", "resume"):
-            resume = order.kind == "resume"
-            run.pause.request(order.by, resume=resume, number=order.number, within_s=order.within_s, then=order.then)
-            self.apply_pause(run)
+            self._pause(run, order)
         elif order.kind == "cancel":
             self.end(run, "cancelled", cancellation(order.by, order.reason))
         elif run.live is not None:
@@ -178,6 +184,18 @@ class Control:
             values = self._bus.guard.read(run.live.take, order.change, key=key, entry="a change of live parameters")
             if values:
                 self._steering.send(run.live, values)
+
+    def _pause(self, run: TraceRun, order: Order) -> None:
+        if run.pause.request(
+            order.by,
+            resume=order.kind == "resume",
+            number=order.number,
+            within_s=order.within_s,
+            then=order.then,
+            id=order.id,
+        ):
+            self._mend(run.trace, partial(self._claims.tell_record, run))
+        self.apply_pause(run)
 
     def apply_pause(self, run: TraceRun) -> None:
         """Have a run pause or go on, as was asked for last."""

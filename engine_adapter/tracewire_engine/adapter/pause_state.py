@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import anyio
 
@@ -14,6 +16,9 @@ from .trace_stream import UNNUMBERED
 
 __all__ = ["PauseState"]
 
+#: How many operations of clients a run knows again.
+_KNOWN: Final = 256
+
 
 class PauseState:
     """The pauses of one run, which begins as not paused."""
@@ -21,7 +26,7 @@ class PauseState:
     def __init__(self) -> None:
         #: The client that asked for the pause; `None` if the trace is to run.
         self.wanted_by: str | None = None
-        #: The number of the last pause or resumption that a client asked for, counted over the whole trace.
+        #: The number of the last pause or resumption that was asked for, counted over the whole trace.
         self.number = 0
         #: When the pause ends, by the event loop's clock, and whether the trace is cancelled then; None without an end.
         self.due: float | None = None
@@ -32,19 +37,40 @@ class PauseState:
         self.paused_since: float | None = None
         self._asked_by = self._begun_by = ""
         self._applying = False
+        #: The ids of the last operations by which clients asked for one.
+        self._known: deque[str] = deque(maxlen=_KNOWN)
+
+    def is_known(self, id: str) -> bool:
+        """Whether a client's operation was asked for before; False for one without an id."""
+        return id in self._known
 
     def request(
-        self, by: str, *, resume: bool = False, number: int = 0, within_s: float | None = None, then: str = ""
-    ) -> None:
+        self,
+        by: str,
+        *,
+        resume: bool = False,
+        number: int = 0,
+        within_s: float | None = None,
+        then: str = "",
+        id: str = "",
+    ) -> bool:
         """Ask for a pause, or for its end. `TraceRun.apply_pause` carries that out.
 
-        `within_s` and `then` are as in an `Order`: `PauseEnds` carries them out.
+        The arguments are as in an `Order`; `PauseEnds` carries `within_s` and `then` out.
+
+        Returns:
+            Whether the trace's record is to be told again. It is if the number was given before: Redis had lost the
+            pause or resumption that had it. This one then gets the next number.
         """
-        self.number = max(self.number, number)
+        again = 0 < number <= self.number
+        self.number = self.number + 1 if again else max(self.number, number)
+        if id:
+            self._known.append(id)
         self.wanted_by = None if resume else by
         self._asked_by = by
         self.due = None if resume or within_s is None else anyio.current_time() + max(0.0, within_s)
         self.cancels = then == "cancel"
+        return again
 
     @property
     def outstanding(self) -> bool:

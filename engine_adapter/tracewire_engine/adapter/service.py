@@ -202,7 +202,7 @@ class Adapter:
             group.start_soon(self._control.read)
             group.start_soon(self._steering.run)
             group.start_soon(self._control.run)
-            group.start_soon(self._control.undo)
+            group.start_soon(self._control.mend)
             group.start_soon(self._audit.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)

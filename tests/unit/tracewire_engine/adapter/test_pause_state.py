@@ -11,9 +11,10 @@ import pytest
 import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
+from tests.support.until import until
 from tracewire import Accepted, Client, Final, Output, Paused, Resumed
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.control import Order
+from tracewire_bus.store.control import ControlReader, Order
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun
 
@@ -130,5 +131,82 @@ async def test_an_engine_that_has_not_heard_of_a_resumption_does_not_undo_it(
             await bus.command("HDEL", bus.keys.record(trace.id), "z", "zn")
             assert await told(adapter) == (True, 3)
             assert await trace.resume()
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("claimed", ["before", "after"])
+async def test_a_pause_with_the_number_of_a_lost_one_is_ended_by_a_resumption(
+    client: Client, bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, claimed: str
+) -> None:
+    """Redis has lost a pause and its end. The engine says what it runs before, or after, it reads the next pause."""
+    engine, read = PlayedEngine(), ControlReader.read
+    gate, held = anyio.Event(), anyio.Event()
+    gate.set()
+
+    async def gated(reader: ControlReader, block_ms: int) -> list[Order]:
+        if not gate.is_set():
+            held.set()
+        await gate.wait()
+        return await read(reader, 50)
+
+    monkeypatch.setattr(ControlReader, "read", gated)
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            await trace.accepted()
+            record = bus.keys.record(trace.id)
+            for _ in range(2):
+                assert await trace.pause(by="me")
+                assert isinstance(await anext(trace), Paused)
+                assert await trace.resume(by="me")
+                assert isinstance(await anext(trace), Resumed)
+            gate = anyio.Event()
+            await held.wait()
+            await bus.command("HDEL", record, "z", "zn")
+            assert await trace.pause(by="you")
+
+            async def claim() -> None:
+                for command in adapter._claims.commands():
+                    await bus.command(*command)
+
+            if claimed == "before":
+                await claim()
+            gate.set()
+            assert isinstance(await anext(trace), Paused)
+            if claimed == "after":
+                await claim()
+
+            async def told() -> bool:
+                return list(await bus.command("HMGET", record, "z", "zn")) == [b"you", b"5"]
+
+            await until(told)
+            assert await trace.resume()
+            assert isinstance(await anext(trace), Resumed)
+            engine.finish(next(iter(engine.requests)))
+            await trace.result()
+
+
+@pytest.mark.usefixtures("registered")
+async def test_a_pause_that_is_read_twice_is_made_once(client: Client, embedded: str, prefix: str) -> None:
+    """A server that takes over may still have orders that the engine has read."""
+    engine = PlayedEngine()
+    with anyio.fail_after(PATIENCE):
+        async with (
+            adapted(embedded, prefix, engine) as adapter,
+            client.trace("tiny", "hello", detach=True) as trace,
+        ):
+            await trace.accepted()
+            orders = [Order("pause", trace.id, by="me", number=1, id="a"), Order("resume", trace.id, number=2, id="b")]
+            for order, event in zip(orders, (Paused, Resumed), strict=True):
+                adapter._control.obey(order)
+                assert isinstance(await anext(trace), event)
+            run = adapter._claims.runs[trace.id]
+            assert isinstance(run, TraceRun)
+            adapter._control.obey(orders[0])
+            assert (run.pause.wanted_by, run.pause.number) == (None, 2)
             engine.finish(next(iter(engine.requests)))
             await trace.result()
