@@ -23,7 +23,7 @@ from .claims import Claims
 from .engine_api import EngineLost
 from .gate import Gate
 from .lifecycle import Lifecycle
-from .live_changes import Steering
+from .live_changes import LiveTrace, Steering
 from .trace_run import TraceRun
 
 __all__ = ["Control"]
@@ -180,10 +180,16 @@ class Control:
         elif order.kind == "cancel":
             self.end(run, "cancelled", cancellation(order.by, order.reason))
         elif run.live is not None:
-            key = self._bus.keys.record(order.trace)
-            values = self._bus.guard.read(run.live.take, order.change, key=key, entry="a change of live parameters")
-            if values:
-                self._steering.send(run.live, values)
+            self._steer(run, run.live, order.change)
+
+    def _steer(self, run: TraceRun, live: LiveTrace, change: bytes) -> None:
+        key = self._bus.keys.record(run.trace)
+        values = self._bus.guard.read(live.take, change, key=key, entry="a change of live parameters")
+        if values:
+            self._steering.send(live, values)
+        if live.renumbered:
+            live.renumbered = False
+            self._mend(run.trace, partial(self._claims.tell_record, run))
 
     def _pause(self, run: TraceRun, order: Order) -> None:
         if run.pause.request(

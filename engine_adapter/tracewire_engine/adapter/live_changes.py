@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -20,6 +20,7 @@ from tracewire_bus.domain.intervention_checks import substitute_live
 from tracewire_bus.domain.limits import MAX_LIVE_VALUES, measure
 from tracewire_bus.transport.backoff import Backoff
 from tracewire_bus.transport.errors import BusError, BusUnavailable
+from tracewire_bus.transport.guard import integer
 from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.live_values import live_values, unpack_live
 from tracewire_bus.wire.messages import FirstToken, RawSteered, StopWhen
@@ -43,6 +44,11 @@ class _Change(msgspec.Struct, array_like=True):
 
 
 _change = decoder(_Change, plain=True)
+_fields = decoder(list[msgspec.Raw], plain=True)
+_encode = msgspec.msgpack.Encoder().encode
+
+#: How many of its changes a run knows again.
+_KNOWN: Final = 4096
 
 
 def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
@@ -56,10 +62,16 @@ def _read(data: bytes, forms: Mapping[str, str]) -> _Change:
     # A value may be small and decode to many objects, while all traces wait.
     measure(data, "live", MAX_LIVE_VALUES)
     change: _Change = _change(data)
+    integer(change.version)
     for name, value in live_values({name: unpack(bytes(raw)) for name, raw in change.values.items()}).items():
         if forms.get(name) != value.form:
             raise ValueError(f"live parameter {name!r} is {forms.get(name, 'not declared')}, got {value.form}")
     return change
+
+
+def _renumbered(data: bytes, version: int) -> bytes:
+    """An encoded change under another version. Its signature covers no version."""
+    return _encode([version, *_fields(data)[1:]])
 
 
 def _ignore(applied: Applied) -> None:
@@ -80,9 +92,16 @@ class LiveTrace:
         self._forms = {name: value.form for name, value in unpack_live(packed).items()}
         #: Changes that were accepted and no event has published yet: version and encoded change, in order.
         self._unpublished: list[tuple[int, bytes]] = []
+        #: The last changes that the run has, by a hash of what Redis keeps: their versions there.
+        self._known: dict[int, int] = {}
+        #: The last version of a change that the run knows no longer.
+        self._forgotten = 0
+        #: Whether the run has given a change another version than Redis, and the trace's record has to be told.
+        self.renumbered = False
         for data in changes:
             try:
                 self._unpublished.append((_read(data, self._forms).version, data))
+                self._know(self._unpublished[-1][0], data)
             except ValueError as error:
                 logger.warning("a change of live parameters of run %s could not be read: %s", run, error)
         self._values: dict[str, Any] = unpack(packed)
@@ -100,20 +119,39 @@ class LiveTrace:
         #: Wakes the tasks that wait for the workers.
         self.on_applied: Callable[[Applied], None] = _ignore
 
-    def take(self, data: bytes) -> dict[str, msgspec.Raw]:
+    def take(self, data: bytes, *, kept: bool = False) -> dict[str, msgspec.Raw]:
         """Take an accepted change. Returns the values to send to the workers, none if the change is known already.
+
+        A Redis that has lost changes gives their versions to others. A change that is new although its version is not
+        gets the next version.
+
+        Args:
+            data: the encoded change.
+            kept: whether it comes from the record, which may still have changes that events of an earlier attempt have
+                published.
 
         Raises:
             ValueError: the change cannot be decoded, or does not fit the declared live parameters.
         """
         change = _read(data, self._forms)
-        if change.version <= self.version:
-            # The change was accepted before the run began, and is among its first values.
+        if hash(data) in self._known:
             return {}
-        self.version = change.version
+        version = change.version
+        if version <= self.version:
+            if version <= self._forgotten or (kept and version <= self.first_version):
+                return {}
+            version = self.version + 1
+            self.renumbered = True
+        self._know(change.version, data)
+        self.version = version
         self.changed.update({name: bytes(packed) for name, packed in change.values.items()})
-        self._unpublished.append((change.version, data))
+        self._unpublished.append((version, data if version == change.version else _renumbered(data, version)))
         return change.values
+
+    def _know(self, version: int, data: bytes) -> None:
+        self._known[hash(data)] = version
+        if len(self._known) > _KNOWN:
+            self._forgotten = max(self._forgotten, self._known.pop(next(iter(self._known))))
 
     @property
     def told_version(self) -> int:
@@ -185,7 +223,7 @@ async def take_last_changes(live: LiveTrace, trace: str, close: Callable[[], Awa
         return
     for change in changes:
         try:
-            live.take(change)
+            live.take(change, kept=True)
         except (ValueError, msgspec.MsgspecError):
             logger.exception("a change of live parameters of trace %s could not be read", trace)
 

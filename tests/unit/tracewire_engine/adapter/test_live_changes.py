@@ -13,14 +13,18 @@ import pytest
 import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
+from tests.support.redis_loss import HeldOrders
 from tests.support.scripted_engine import ScriptedEngine, acts, serving
 from tests.support.served import ENGINE, counted, served
 from tests.support.stepping import Gate
+from tests.support.until import until
 from tracewire import Client, Final, FirstToken, Output, Steered
 from tracewire_bus.bus import Bus
 from tracewire_bus.transport.errors import BusUnavailable
-from tracewire_bus.wire.live_values import live_values
+from tracewire_bus.wire.live_values import live_values, pack_live
 from tracewire_bus.wire.packing import unpack
+from tracewire_engine.adapter import live_changes
+from tracewire_engine.adapter.live_changes import LiveTrace
 from tracewire_engine.adapter.trace_run import TraceRun
 from tracewire_engine.protocol.messages import Applied, Changes, Report
 
@@ -192,3 +196,81 @@ async def test_a_change_that_does_not_fit_reaches_no_worker(bus: Bus, embedded: 
         await counted(client, len(changes))
         run: Any = adapter._claims.runs[trace.id]
         assert run.live.version == 0
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_a_change_with_the_version_of_a_lost_one_takes_effect(
+    client: Client, bus: Bus, monkeypatch: pytest.MonkeyPatch, lost: int, claimed: bool
+) -> None:
+    """Redis has lost the last changes, and gives their versions again. The engine says before what it runs, or not."""
+    gate, orders = Gate(), HeldOrders(monkeypatch)
+    with anyio.fail_after(PATIENCE):
+        async with (
+            serving(bus, ScriptedEngine(gate)) as adapter,
+            client.trace("tiny", "hello", acts, max_tokens=9, live={"alpha": 0.0, "beta": 0.0}, detach=True) as trace,
+        ):
+            await trace.accepted()
+            record = bus.keys.record(trace.id)
+            before = await bus.command("HMGET", record, "v", "l:alpha")
+            for number in range(lost):
+                await trace.steer(alpha=number + 1.0)
+            run = adapter._claims.runs[trace.id]
+            assert isinstance(run, TraceRun)
+            await until(lambda: run.live is not None and run.live.version == lost)
+            await orders.close()
+            await bus.command("HSET", record, "v", before[0], "l:alpha", before[1])
+            await bus.command("DEL", bus.keys.changes(trace.id))
+            assert [await trace.steer(beta=8.0), await trace.steer(beta=9.0)] == [1, 2]
+            if claimed:
+                for command in adapter._claims.commands():
+                    await bus.command(*command)
+            orders.open()
+
+            async def recorded() -> bool:
+                now = await bus.records.live(trace.id)
+                return (now.version, now.values) == (lost + 2, {"alpha": float(lost), "beta": 9.0})
+
+            await until(recorded)
+            gate.open()
+            events = await events_of(client, trace.id)
+    told = [(one.version, one.values) for event in events if isinstance(event, Steered) for one in event.changes]
+    alphas = [(number + 1, {"alpha": number + 1.0}) for number in range(lost)]
+    assert told == [*alphas, (lost + 1, {"beta": 8.0}), (lost + 2, {"beta": 9.0})]
+
+
+def change(version: int, alpha: float) -> bytes:
+    """As Redis keeps it."""
+    return msgspec.msgpack.encode([version, "me", 1000, {"alpha": alpha}, b"its signature"])
+
+
+def test_a_change_is_known_by_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_changes, "_KNOWN", 3)
+    declared = pack_live({"alpha": live_values({"alpha": 0.0})["alpha"].packed})
+    live = LiveTrace("r", declared, 2, [change(2, 0.5)], [])
+    assert not live.take(change(2, 0.5))
+    assert live.take(change(3, 1.0))
+    assert not live.take(change(3, 1.0))
+    assert not live.renumbered
+    # Another one of the same version, and one of a version from before the run.
+    assert live.take(change(3, 2.0))
+    assert live.renumbered
+    assert live.take(change(1, 3.0))
+    assert live.version == 5
+    # From the record these may be what an earlier attempt has told.
+    assert not live.take(change(2, 0.25), kept=True)
+    assert live.take(change(5, 4.0), kept=True)
+    # The run has forgotten what had the first versions.
+    assert not live.take(change(3, 1.0))
+    (event,) = live.last_events()
+    told = [unpack(bytes(raw)) for raw in event.changes]
+    assert [(one[0], one[3]["alpha"]) for one in told] == [(2, 0.5), (3, 1.0), (4, 2.0), (5, 3.0), (6, 4.0)]
+    assert {one[4] for one in told} == {b"its signature"}
+
+
+@pytest.mark.parametrize("version", [-1, 2**53 + 1])
+def test_a_change_of_no_sensible_version_is_refused(version: int) -> None:
+    declared = pack_live({"alpha": live_values({"alpha": 0.0})["alpha"].packed})
+    with pytest.raises(ValueError, match="expected an integer"):
+        LiveTrace("r", declared, 0, [], []).take(change(version, 1.0))

@@ -11,10 +11,11 @@ import pytest
 import tracewire
 from tests.support.played_engine import PlayedEngine, adapted
 from tests.support.redis.proxy import proxy
+from tests.support.redis_loss import HeldOrders
 from tests.support.until import until
 from tracewire import Accepted, Client, Final, Output, Paused, Resumed
 from tracewire_bus.bus import Bus
-from tracewire_bus.store.control import ControlReader, Order
+from tracewire_bus.store.control import Order
 from tracewire_engine.adapter.service import Adapter
 from tracewire_engine.adapter.trace_run import TraceRun
 
@@ -141,17 +142,7 @@ async def test_a_pause_with_the_number_of_a_lost_one_is_ended_by_a_resumption(
     client: Client, bus: Bus, embedded: str, prefix: str, monkeypatch: pytest.MonkeyPatch, claimed: str
 ) -> None:
     """Redis has lost a pause and its end. The engine says what it runs before, or after, it reads the next pause."""
-    engine, read = PlayedEngine(), ControlReader.read
-    gate, held = anyio.Event(), anyio.Event()
-    gate.set()
-
-    async def gated(reader: ControlReader, block_ms: int) -> list[Order]:
-        if not gate.is_set():
-            held.set()
-        await gate.wait()
-        return await read(reader, 50)
-
-    monkeypatch.setattr(ControlReader, "read", gated)
+    engine, orders = PlayedEngine(), HeldOrders(monkeypatch)
     with anyio.fail_after(PATIENCE):
         async with (
             adapted(embedded, prefix, engine) as adapter,
@@ -164,8 +155,7 @@ async def test_a_pause_with_the_number_of_a_lost_one_is_ended_by_a_resumption(
                 assert isinstance(await anext(trace), Paused)
                 assert await trace.resume(by="me")
                 assert isinstance(await anext(trace), Resumed)
-            gate = anyio.Event()
-            await held.wait()
+            await orders.close()
             await bus.command("HDEL", record, "z", "zn")
             assert await trace.pause(by="you")
 
@@ -175,7 +165,7 @@ async def test_a_pause_with_the_number_of_a_lost_one_is_ended_by_a_resumption(
 
             if claimed == "before":
                 await claim()
-            gate.set()
+            orders.open()
             assert isinstance(await anext(trace), Paused)
             if claimed == "after":
                 await claim()
