@@ -10,9 +10,10 @@ which all but one are zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -40,12 +41,14 @@ class AttentionSite:
         steps: how many steps the plan had before this one.
         rank, add: the number of this rank, and what adds up a tensor of all ranks; `None` with one rank.
         agree: whether all ranks will do so for these members.
+        fail: ends the interventions of members' requests with an error.
     """
 
     module: Any
     pools: KeyPools
     pool: KeyPool
     steps: Callable[[], int]
+    fail: Callable[[Iterable[Member], Exception], None]
     rank: int = 0
     add: Callable[[torch.Tensor], torch.Tensor] | None = None
     agree: Callable[[Iterable[Member]], bool] = lambda _: True
@@ -67,11 +70,27 @@ class SiteGroup(Group):
     def begin(self, attention: AttentionSite, device: torch.device) -> None:
         """Set up what stays the same for the plan."""
         self.attention = attention
-        slots = self.attention.pool.slots(id(member.declaration) for member in self.members)
         self.positions = _rows_of(self.rows, self.members, device)
-        repeated = [slot for slot, count in zip(slots, self.rows.counts, strict=True) for _ in range(count)]
-        self.slots = torch.tensor(repeated, dtype=torch.int64, device=device)
         self.longest = max(member.at + count for member, count in zip(self.members, self.rows.counts, strict=True))
+
+    def alive(self) -> list[bool]:
+        """Of each member, whether its request goes on."""
+        return [member.declaration.failure is None for member in self.members]
+
+    def rows_where(self, kept: list[bool], device: torch.device) -> tuple[Any, torch.Tensor]:
+        """What selects the rows of the members that are kept, and the slot of each such row."""
+        pairs = list(zip(self.members, self.rows.counts, kept, strict=True))
+        slots = self.attention.pool.slots(id(member.declaration) for member, _, stays in pairs if stays)
+        counts = [count for _, count, stays in pairs if stays]
+        repeated = torch.tensor(
+            [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)],
+            dtype=torch.int64,
+            device=device,
+        )
+        if all(kept):
+            return slice(None), repeated
+        index = [row for row, stays in enumerate(stays for _, count, stays in pairs for _ in range(count)) if stays]
+        return torch.tensor(index, dtype=torch.int64, device=device), repeated
 
     @property
     def size(self) -> int:
@@ -95,8 +114,31 @@ class KeyGroup(SiteGroup):
         keys = self.rows.take(location.tensors[1])
         keys = keys.reshape(len(keys), -1, self.size)
         step, site = self.attention.steps(), self.attention
-        pool = site.pool.fit(keys, self.longest + step, site.pools.left(site.pool))
-        pool[self.slots, :, self.positions + step] = keys
+        lengths: dict[int, int] = {}
+        for member, count, alive in zip(self.members, self.rows.counts, self.alive(), strict=True):
+            if alive:
+                owner = id(member.declaration)
+                lengths[owner] = max(lengths.get(owner, 0), member.at + count + step)
+        failed = site.pools.admit(site.pool, lengths, keys) if lengths else {}
+        for member in self.members:
+            if (error := failed.get(id(member.declaration))) is not None:
+                site.fail([member], error)
+        kept = self.alive()
+        if not any(kept):
+            return
+        rows, slots = self.rows_where(kept, keys.device)
+        pool = site.pool.keys
+        assert pool is not None
+        pool[slots, :, self.positions[rows] + step] = keys[rows]
+
+
+class _Queries(NamedTuple):
+    """Queries `[rows, heads, size]` with their positions and slots, and how many of the rows are computed together."""
+
+    values: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parts: list[int]
 
 
 class PatternGroup(ReadGroup, SiteGroup):
@@ -109,54 +151,70 @@ class PatternGroup(ReadGroup, SiteGroup):
 
     def run(self, location: LocationValues) -> None:
         assert isinstance(self.one, AttentionPattern)
-        pool, step = self.attention.pool.keys, self.attention.steps()
-        assert pool is not None
+        step, site = self.attention.steps(), self.attention
         queries = self.rows.take(location.tensors[0])
         queries = queries.reshape(len(queries), -1, self.size)
-        count = queries.shape[1]
-        first = 0 if self.attention.add is None else self.attention.rank * count
-        here = [(place, head - first) for place, head in enumerate(self._heads) if first <= head < first + count]
         length = self.longest + step
         width = (self.one.top_k, 2) if self.one.top_k else (length,)
-        if len(queries) * len(self._heads) * width[0] * 4 > _MOST_ITEM:
-            raise ValueError(f"the pattern of {len(queries)} positions over {length} is too large: set top_k")
+        self._refuse_large(math.prod(width), length)
+        kept = self.alive()
+        if not any(kept):
+            return
         found = torch.zeros(len(queries), len(self._heads), *width, device=queries.device)
+        count = queries.shape[1]
+        first = 0 if site.add is None else site.rank * count
+        here = [(place, head - first) for place, head in enumerate(self._heads) if first <= head < first + count]
         if here:
-            device = queries.device
-            places = torch.tensor([place for place, _ in here], device=device)
-            heads = torch.tensor([head for _, head in here], device=device)
-            # Under grouped queries, as many heads next to each other share their keys.
-            shared = heads // max(1, count // pool.shape[1])
-            found[:, places] = self._patterns(queries[:, heads], pool, shared, length, step)
+            places, heads = (torch.tensor(list(one), device=queries.device) for one in zip(*here, strict=True))
+            rows, slots = self.rows_where(kept, queries.device)
+            taken = _Queries(queries[rows][:, heads], self.positions[rows] + step, slots, self._parts(kept))
+            pieces = torch.zeros(len(taken.values), len(self._heads), *width, device=queries.device)
+            pieces[:, places] = self._patterns(taken, heads, count, length)
+            found[rows] = pieces
         assert self.collector is not None
-        if self.attention.add is not None:
-            if not self.attention.agree(self.members):
+        self.collector.lacking.update(id(one.declaration) for one in self.members if one.declaration.failure)
+        if site.add is not None:
+            if not site.agree(self.members):
                 return
-            found = self.attention.add(found)
+            found = site.add(found)
         self.collector.found[self.site] = found
 
-    def _patterns(
-        self, queries: torch.Tensor, pool: torch.Tensor, shared: torch.Tensor, length: int, step: int
-    ) -> torch.Tensor:
-        """`[rows, heads, ...]` of queries `[rows, heads, size]`: the weights, or the greatest with their positions."""
+    def _refuse_large(self, width: int, length: int) -> None:
+        """Fail members of which one item would be too large."""
+        for member, count in zip(self.members, self.rows.counts, strict=True):
+            if count * len(self._heads) * width * 4 > _MOST_ITEM:
+                message = f"the pattern of {count} positions over {length} is too large: set top_k"
+                self.attention.fail([member], ValueError(message))
+
+    def _parts(self, kept: list[bool]) -> list[int]:
+        """How many rows are computed together: of one request, or of all that have one each."""
+        counts = [count for count, stays in zip(self.rows.counts, kept, strict=True) if stays]
+        return [len(counts)] if self.rows.single else counts
+
+    def _patterns(self, queries: _Queries, heads: torch.Tensor, count: int, length: int) -> torch.Tensor:
+        """`[rows, heads, ...]` of queries: the weights, or the greatest with their positions.
+
+        `heads` are those of the queries, of the rank's `count` heads.
+        """
+        pool = self.attention.pool.keys
+        assert pool is not None
+        # Under grouped queries, as many heads next to each other share their keys.
+        shared = heads // max(1, count // pool.shape[1])
         pieces: list[torch.Tensor] = []
-        positions = self.positions + step
-        if self.rows.single:
-            parts = [(0, len(queries))]
-        else:
-            starts = [sum(self.rows.counts[:number]) for number in range(len(self.rows.counts))]
-            parts = [(start, start + count) for start, count in zip(starts, self.rows.counts, strict=True)]
-        for start, end in parts:
-            at_once = max(1, _CHUNK // (4 * queries.shape[1] * length))
+        start = 0
+        for rows_of_part in queries.parts:
+            end = start + rows_of_part
+            at_once = max(1, _CHUNK // (4 * len(heads) * length))
             for begin in range(start, end, at_once):
                 rows = slice(begin, min(begin + at_once, end))
                 if self.rows.single:
-                    keys = pool[self.slots[rows], :, :length].index_select(1, shared)
-                    scores = torch.einsum("rhd,rhld->rhl", queries[rows].float(), keys.float())
+                    keys = pool[queries.slots[rows], :, :length].index_select(1, shared)
+                    scores = torch.einsum("rhd,rhld->rhl", queries.values[rows].float(), keys.float())
                 else:
-                    keys = pool[self.slots[begin], :, :length].index_select(0, shared)
-                    scores = torch.einsum("rhd,hld->rhl", queries[rows].float(), keys.float())
-                pieces.append(self._chosen(self._weights(scores, positions[rows])))
+                    keys = pool[queries.slots[begin], :, :length].index_select(0, shared)
+                    scores = torch.einsum("rhd,hld->rhl", queries.values[rows].float(), keys.float())
+                pieces.append(self._chosen(self._weights(scores, queries.positions[rows])))
+            start = end
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def _weights(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

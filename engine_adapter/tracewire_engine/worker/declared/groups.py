@@ -224,6 +224,8 @@ class Collector:
         self.one = one
         self.pattern = pattern
         self.found: list[torch.Tensor | None] = [None] * sites
+        #: Requests (the `id` of their declared interventions) that have failed while the others were read.
+        self.lacking: set[int] = set()
 
     def results(
         self, lens: Callable[[torch.Tensor], torch.Tensor | None], at_once: int = 0
@@ -235,6 +237,11 @@ class Collector:
         """
         if any(found is None for found in self.found):
             return None
+        if self.lacking:
+            self.keep([id(one.declaration) not in self.lacking for one in self.members])
+            self.lacking.clear()
+            if not self.members:
+                return None
         values: torch.Tensor = torch.stack(self.found, 1) if self.pattern else self.found[0]
         if isinstance(self.one, Features) and self.one.indices is None:
             features, activations = values.unbind(-1)

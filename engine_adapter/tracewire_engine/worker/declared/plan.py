@@ -569,7 +569,9 @@ class DeclaredRequests:
         """What the attention patterns of a plan need at a location."""
         module, pool = self.module_at(location), self.pools.at(location)
         rank, add = self.shards
-        return AttentionSite(module, self.pools, pool, lambda: plan.steps, rank, add, partial(self.agree, location))
+        return AttentionSite(
+            *(module, self.pools, pool, lambda: plan.steps, self.fail), rank, add, partial(self.agree, location)
+        )
 
     def check_reached(self) -> None:
         """Fail the interventions whose location the forward pass of a plan's first step did not reach."""

@@ -196,6 +196,94 @@ def test_too_many_keys_and_too_large_a_pattern_are_refused(monkeypatch: pytest.M
         assert message in failure.message
 
 
+#: Bytes of the keys of a position.
+POSITION = SHARED * SIZE * 4
+
+
+@pytest.mark.parametrize("top_k", [2, 0])
+def test_a_trace_without_room_for_its_keys_ends_alone(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    """Those that run go on, in the same step too, and each with its own keys."""
+    monkeypatch.setattr(key_pool, "MOST_BYTES", 3000 * POSITION)
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    one = AttentionPattern("p", "", heads=[3, 0], top_k=top_k, positions="all")
+    long, begins = Sequence("long", 2000, 2010, [one]), Sequence("begins", 10, 30, [one])
+    long.add(declared)
+    step(declared, [(long, 2000)])
+    begins.add(declared)
+    # In either order of the batch.
+    step(declared, [(begins, 10), (long, 1)])
+    failure = declared.live["begins"].failure
+    assert failure is not None
+    assert "the keys of 2 requests and 2000 positions need" in failure.message
+    assert failure.field == "interventions"
+    assert not begins.found
+    assert declared.live["long"].failure is None
+    declared.pop("begins")
+    step(declared, [(long, 1)])
+    part = "weights" if top_k else ""
+    for piece, position in zip(long.found[f"p.{part}"][1:], (2000, 2001), strict=True):
+        expected = long.weights(position, [3, 0], module())
+        torch.testing.assert_close(piece[0], expected.topk(2).values if top_k else expected)
+
+
+def test_one_of_several_prompts_may_have_too_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_pool, "MOST_BYTES", 100 * POSITION)
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    several = [
+        Sequence(name, count, count + 5, [AttentionPattern("p", "", top_k=2)])
+        for name, count in zip("abc", (9, 101, 20), strict=True)
+    ]
+    for one in several:
+        one.add(declared)
+    step(declared, [(one, one.state.num_prompt_tokens) for one in several])
+    step(declared, [(one, 1) for one in several])
+    assert [one.failure is None for one in declared.live.values()] == [True, False, True]
+    assert not several[1].found
+    for one in (several[0], several[2]):
+        for piece, position in zip(one.found["p.weights"], (one.length - 6, one.length - 5), strict=True):
+            torch.testing.assert_close(piece[0], one.weights(position, [0, 1, 2, 3], module()).topk(2).values)
+
+
+def test_one_trace_has_all_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_pool, "MOST_BYTES", 1200 * POSITION)
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    one = Sequence("r", 1024, 1300, [AttentionPattern("p", "", heads=[0], top_k=1)])
+    one.add(declared)
+    step(declared, [(one, 1024)])
+    for _ in range(176):
+        step(declared, [(one, 1)])
+    assert declared.live["r"].failure is None
+    step(declared, [(one, 1)])
+    assert declared.live["r"].failure is not None
+
+
+def test_the_bound_of_an_item_is_of_one_request_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four heads with two weights and positions each have 64 bytes a position."""
+    monkeypatch.setattr(attention, "_MOST_ITEM", 64 * 6)
+    declared = DeclaredRequests(CPU)
+    declared.module_at = lambda location: module()
+    several = [
+        Sequence(name, count, 12, [AttentionPattern("p", "", top_k=2, positions="all")])
+        for name, count in zip("abc", (6, 7, 5), strict=True)
+    ]
+    for one in several:
+        one.add(declared)
+    step(declared, [(one, one.state.num_prompt_tokens) for one in several])
+    failures = [one.failure for one in declared.live.values()]
+    assert [one is None for one in failures] == [True, False, True]
+    assert failures[1] is not None
+    assert "the pattern of 7 positions over 7 is too large" in failures[1].message
+    for one in (several[0], several[2]):
+        (weights,) = one.found["p.weights"]
+        for position, row in enumerate(weights):
+            if position:
+                expected = one.weights(position, [0, 1, 2, 3], module()).topk(2)
+                torch.testing.assert_close(row, expected.values)
+
+
 def test_where_a_condition_does_not_hold_nothing_is_told_and_the_keys_are_kept() -> None:
     declared = DeclaredRequests(CPU)
     declared.module_at = lambda location: module()
