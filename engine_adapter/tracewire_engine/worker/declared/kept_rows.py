@@ -49,6 +49,10 @@ class KeptRows:
             )
         pieces[place] = rows.clone()
 
+    def clear(self) -> None:
+        """Drop the values: the request that gives them has failed."""
+        self._pieces.clear()
+
     def rows(self, location: str) -> torch.Tensor:
         """The rows of a location in order, float32 `[rows, width]`.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from .groups import Group, LocationValues, Rows, column, spread
 from .heads import replace_heads, slots_of
-from .members import Members
+from .members import Member, Members
 from .ops import Op
 
 __all__ = ["KeepGroup", "PatchGroup"]
@@ -17,6 +19,8 @@ class KeepGroup(Group):
 
     #: It runs in steps of prompts only.
     steady = False
+    #: Ends the interventions of members' requests with an error.
+    fail: Callable[[Iterable[Member], Exception], None]
 
     def __init__(self, members: Members, rows: Rows, residual: bool, device: torch.device) -> None:
         super().__init__(members, rows, residual, device)
@@ -30,7 +34,13 @@ class KeepGroup(Group):
         for member, piece in zip(self.members, values.split(self.rows.counts), strict=True):
             kept = member.op.kept
             assert kept is not None
-            kept.keep(self.location, member.at, piece)
+            if member.declaration.failure is not None:
+                continue
+            try:
+                kept.keep(self.location, member.at, piece)
+            except Exception as error:  # such as too many values
+                self.fail([member], error)
+                kept.clear()
 
 
 class PatchGroup(Group):

@@ -40,6 +40,7 @@ from .later_groups import FeatureGroup
 from .layouts import made_layout
 from .members import Member
 from .ops import Declaration, DecodedCache
+from .patches import KeepGroup
 from .recorded_plans import KernelRecorder, RecordedKernels
 from .served_requests import ServedRequests
 from .tap_buffers import StepTable, TapBuffers
@@ -726,6 +727,8 @@ def _planned(owner: DeclaredRequests, step: _Step, live: Mapping[str, Declaratio
                 group.collector, group.site = collector, place
             if isinstance(group, SiteGroup):
                 group.begin(owner.attention(plan, location), device)
+            elif isinstance(group, KeepGroup):
+                group.fail = owner.fail
             elif isinstance(group, FeatureGroup):
                 group.across(*owner.shards, partial(owner.agree, location))
             hook.groups.append(group)

@@ -14,7 +14,8 @@ from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import Patch
 from tracewire_bus.wire.packing import pack
 from tracewire_engine.protocol.messages import Placed
-from tracewire_engine.worker.blocks.live_params import LiveRuns
+from tracewire_engine.worker.blocks.live_params import LiveRun, LiveRuns
+from tracewire_engine.worker.declared import kept_rows
 from tracewire_engine.worker.declared.groups import LocationValues, Rows
 from tracewire_engine.worker.declared.members import Member, Members
 from tracewire_engine.worker.declared.ops import Declaration, Op, VectorCache
@@ -83,3 +84,30 @@ def test_a_patch_beyond_its_prompt_ends_its_own_request_only() -> None:
     assert failure is not None
     assert "position 7 is beyond the prompt of 3 tokens" in failure.message
     assert declared.live["fits"].failure is None
+
+
+def test_a_prompt_with_too_many_values_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of other traces, whose values fit, give theirs, at all locations."""
+    monkeypatch.setattr(kept_rows, "MOST_BYTES", 100 * WIDTH * 4)
+    declared = DeclaredRequests(CPU)
+    lengths = {"small": 4, "large": 60, "other": 5}
+    sites = [("a.output", False), ("b.output", False)]
+    for name in lengths:
+        (one,) = normalize([Patch("", prompt=0, positions="prompt")])
+        encoded = msgspec.msgpack.encode([Placed(one, sites, kept=(f"run of {name}", 0), gives=True)])
+        declared.add(name, Declaration(name, 0, encoded, LiveRun(""), declared.decoded))
+    states = {name: SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=count) for name, count in lengths.items()}
+    declared.begin(list(lengths), lengths, 69, states)
+    values = torch.arange(69.0)[:, None].expand(69, WIDTH).contiguous()
+    for location, _ in sites:
+        declared.hooks[location].run(values)
+    failure = declared.live["large"].failure
+    assert failure is not None
+    assert "need 960 bytes, and 432 are left for them; name fewer positions or locations" in failure.message
+    for name, rows in (("small", range(4)), ("other", range(64, 69))):
+        assert declared.live[name].failure is None
+        kept = declared.decoded.vectors.kept.of(f"run of {name}", 0)
+        for location, _ in sites:
+            assert kept.rows(location)[:, 0].tolist() == list(rows)
+    # What the failed prompt had given is dropped.
+    assert declared.decoded.vectors.kept.of("run of large", 0).nbytes == 0
