@@ -10,6 +10,7 @@ which all but one are zero.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .members import Member, Members
 
 __all__ = ["AttentionSite", "KeyGroup", "PatternGroup", "SiteGroup"]
 
-#: Bytes of weights that are computed at once, and of those that one item may have.
+#: Bytes of weights, and of the keys for them, that are on the device at once; and of weights that one item may have.
 _CHUNK: Final = 64 << 20
 _MOST_ITEM: Final = 256 << 20
 
@@ -71,7 +72,8 @@ class SiteGroup(Group):
         """Set up what stays the same for the plan."""
         self.attention = attention
         self.positions = _rows_of(self.rows, self.members, device)
-        self.longest = max(member.at + count for member, count in zip(self.members, self.rows.counts, strict=True))
+        #: The position behind each member's last row, in the plan's first step.
+        self.ends = [member.at + count for member, count in zip(self.members, self.rows.counts, strict=True)]
 
     def alive(self) -> list[bool]:
         """Of each member, whether its request goes on."""
@@ -115,10 +117,10 @@ class KeyGroup(SiteGroup):
         keys = keys.reshape(len(keys), -1, self.size)
         step, site = self.attention.steps(), self.attention
         lengths: dict[int, int] = {}
-        for member, count, alive in zip(self.members, self.rows.counts, self.alive(), strict=True):
+        for member, end, alive in zip(self.members, self.ends, self.alive(), strict=True):
             if alive:
                 owner = id(member.declaration)
-                lengths[owner] = max(lengths.get(owner, 0), member.at + count + step)
+                lengths[owner] = max(lengths.get(owner, 0), end + step)
         failed = site.pools.admit(site.pool, lengths, keys) if lengths else {}
         for member in self.members:
             if (error := failed.get(id(member.declaration))) is not None:
@@ -154,12 +156,12 @@ class PatternGroup(ReadGroup, SiteGroup):
         step, site = self.attention.steps(), self.attention
         queries = self.rows.take(location.tensors[0])
         queries = queries.reshape(len(queries), -1, self.size)
-        length = self.longest + step
-        width = (self.one.top_k, 2) if self.one.top_k else (length,)
-        self._refuse_large(math.prod(width), length)
+        width = (self.one.top_k, 2) if self.one.top_k else (max(self.ends) + step,)
+        self._refuse_large(math.prod(width), step)
         kept = self.alive()
         if not any(kept):
             return
+        length = max(end for end, stays in zip(self.ends, kept, strict=True) if stays) + step
         found = torch.zeros(len(queries), len(self._heads), *width, device=queries.device)
         count = queries.shape[1]
         first = 0 if site.add is None else site.rank * count
@@ -179,11 +181,11 @@ class PatternGroup(ReadGroup, SiteGroup):
             found = site.add(found)
         self.collector.found[self.site] = found
 
-    def _refuse_large(self, width: int, length: int) -> None:
+    def _refuse_large(self, width: int, step: int) -> None:
         """Fail members of which one item would be too large."""
-        for member, count in zip(self.members, self.rows.counts, strict=True):
+        for member, count, end in zip(self.members, self.rows.counts, self.ends, strict=True):
             if count * len(self._heads) * width * 4 > _MOST_ITEM:
-                message = f"the pattern of {count} positions over {length} is too large: set top_k"
+                message = f"the pattern of {count} positions over {end + step} is too large: set top_k"
                 self.attention.fail([member], ValueError(message))
 
     def _parts(self, kept: list[bool]) -> list[int]:
@@ -207,29 +209,53 @@ class PatternGroup(ReadGroup, SiteGroup):
             at_once = max(1, _CHUNK // (4 * len(heads) * length))
             for begin in range(start, end, at_once):
                 rows = slice(begin, min(begin + at_once, end))
-                if self.rows.single:
-                    keys = pool[queries.slots[rows], :, :length].index_select(1, shared)
-                    scores = torch.einsum("rhd,rhld->rhl", queries.values[rows].float(), keys.float())
-                else:
-                    keys = pool[queries.slots[begin], :, :length].index_select(0, shared)
-                    scores = torch.einsum("rhd,hld->rhl", queries.values[rows].float(), keys.float())
+                scores = self._scores(queries.values[rows], queries.slots[rows], shared, length)
                 pieces.append(self._chosen(self._weights(scores, queries.positions[rows])))
             start = end
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
+    def _scores(self, queries: torch.Tensor, slots: torch.Tensor, shared: torch.Tensor, length: int) -> torch.Tensor:
+        """The products of queries `[rows, heads, size]` and their keys, float32 `[rows, heads, length]`.
+
+        `shared` has the head of the keys of each. Keys are copied in pieces: of some rows, heads and positions.
+        """
+        pool = self.attention.pool.keys
+        assert pool is not None
+        found = queries.new_empty(*queries.shape[:2], length, dtype=torch.float32)
+        # A key as it is kept, and in float32.
+        each = self.size * (pool.element_size() + 4)
+        positions = max(1, min(length, _CHUNK // each))
+        heads = max(1, min(len(shared), _CHUNK // (each * positions)))
+        # Rows of one request have their keys in common.
+        at_once = max(1, _CHUNK // (each * positions * heads)) if self.rows.single else len(queries)
+        for row, head, start in itertools.product(
+            range(0, len(queries), at_once), range(0, len(shared), heads), range(0, length, positions)
+        ):
+            end = min(start + positions, length)
+            here = slice(row, row + at_once), slice(head, head + heads), slice(start, end)
+            mine, of_heads = queries[here[:2]].float(), shared[here[1]]
+            if self.rows.single:
+                keys = pool[slots[here[0], None], of_heads, here[2]]
+                found[here] = torch.einsum("rhd,rhld->rhl", mine, keys.float())
+            else:
+                keys = pool[slots[0], of_heads, here[2]]
+                found[here] = torch.einsum("rhd,hld->rhl", mine, keys.float())
+            del keys
+        return found
+
     def _weights(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The weights of scores `[rows, heads, length]`, as the layer's kernel makes them."""
+        """The weights of scores `[rows, heads, length]`, as the layer's kernel makes them. Writes to the scores."""
         impl = self.attention.module.impl
-        scores = scores * impl.scale
+        scores.mul_(impl.scale)
         cap = float(getattr(impl, "logits_soft_cap", 0) or 0)
         if cap > 0:
-            scores = cap * torch.tanh(scores / cap)
+            scores.div_(cap).tanh_().mul_(cap)
         keys = torch.arange(scores.shape[-1], device=scores.device)
         hidden = keys > positions[:, None]
         window = getattr(self.attention.module, "sliding_window", None)
         if isinstance(window, int) and window > 0:
             hidden |= keys <= positions[:, None] - window
-        return scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        return scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
 
     def _chosen(self, weights: torch.Tensor) -> torch.Tensor:
         wanted = getattr(self.one, "top_k", 0)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracewire_bus.domain.intervention_checks import normalize
 from tracewire_bus.wire.messages import AttentionPattern, Probe, When
@@ -225,6 +226,59 @@ def test_a_trace_without_room_for_its_keys_ends_alone(monkeypatch: pytest.Monkey
     for piece, position in zip(long.found[f"p.{part}"][1:], (2000, 2001), strict=True):
         expected = long.weights(position, [3, 0], module())
         torch.testing.assert_close(piece[0], expected.topk(2).values if top_k else expected)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made, and is no view."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+            self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return made
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, limit: int, dtype: torch.dtype) -> tuple[Any, int]:
+    """What three requests read with so many bytes at once, and the bytes of the largest tensor behind the prompts."""
+    monkeypatch.setattr(attention, "_CHUNK", limit)
+    declared, largest, scores = DeclaredRequests(CPU), Largest(), attention.PatternGroup._scores
+    declared.module_at = lambda location: module()
+    torch.manual_seed(3)
+    kinds = [AttentionPattern("top", "", top_k=2), AttentionPattern("all", "", heads=[3, 1], top_k=2, positions="all")]
+    several = [Sequence(name, count, 160, kinds) for name, count in (("a", 70), ("b", 61), ("c", 150))]
+    for one in several:
+        one.keys, one.queries = one.keys.to(dtype), one.queries.to(dtype)
+        one.add(declared)
+
+    def noted(*given: Any) -> Any:
+        with largest:
+            return scores(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention.PatternGroup, "_scores", noted)
+        step(declared, [(one, one.state.num_prompt_tokens) for one in several])
+        step(declared, [(one, 1) for one in several])
+    assert [one.failure for one in declared.live.values()] == [None] * 3
+    return {
+        (one.name, name): torch.cat(values) for one in several for name, values in one.found.items()
+    }, largest.nbytes
+
+
+@pytest.mark.parametrize("limit", [1000, 4096, 20_000, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: int, dtype: torch.dtype) -> None:
+    """The keys have more bytes than the weights, and are copied in float32 for each head of the queries."""
+    expected, most = measured(monkeypatch, 1 << 30, dtype)
+    found, largest = measured(monkeypatch, limit, dtype)
+    assert most >= 3 * HEADS * 151 * SIZE * 4
+    # At least the weights of a row, and the queries of a prompt, are there at once.
+    assert largest <= max(limit, HEADS * 151 * 4, 150 * HEADS * SIZE * 4 if limit > 4096 else 0)
+    assert expected.keys() == found.keys()
+    for key, values in found.items():
+        torch.testing.assert_close(values, expected[key])
 
 
 def test_one_of_several_prompts_may_have_too_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
