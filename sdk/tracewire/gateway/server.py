@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from websockets.exceptions import InvalidState
 
 from .app import create_app
 from .browser_sockets import is_loopback
+from .http_connections import HttpConnection
 from .keys import Keys
 from .settings import Settings
 
@@ -78,12 +80,15 @@ class Server(uvicorn.Server):
             raise ValueError("--tls-client-ca takes a --tls-certificate")
         keys = Keys(settings.keys, age_s=settings.keys_age_s)
         self.app: FastAPI = create_app(settings, keys)
+        # uvicorn calls it, and takes it for a class.
+        http: Any = partial(HttpConnection, head_s=settings.head_s)
         config = uvicorn.Config(
             self.app,
             log_config=None,
             access_log=False,
             lifespan="on",
             server_header=False,
+            http=http,
             ws=_Socket,
             # Longer than clients keep a connection, so that none sends a request as the server closes it.
             timeout_keep_alive=75,

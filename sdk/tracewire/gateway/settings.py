@@ -28,6 +28,7 @@ class Settings:
         accept_s: how long a stream waits for an engine before the gateway sends the status 200.
         keep_alive_s: how often a silent stream sends a comment.
         stall_s: how long a client may leave a stream unread before the gateway disconnects it.
+        head_s: how long the head of a request may take, and a connection on which none has come.
         drain_s: how long requests may run on after the gateway was told to stop.
         body_bytes: limit on a request's body, for keys that name none.
         concurrency: limit on concurrent requests of one key, for keys that name none; 0 for no limit.
@@ -48,6 +49,7 @@ class Settings:
     accept_s: float = 10.0
     keep_alive_s: float = 15.0
     stall_s: float = 60.0
+    head_s: float = 30.0
     drain_s: float = 30.0
     body_bytes: int = 32 * 1024 * 1024
     concurrency: int = 0
