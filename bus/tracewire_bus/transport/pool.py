@@ -46,7 +46,7 @@ logger = logging.getLogger("tracewire")
 CONCURRENT: Final = 8
 
 #: The time for one try of a call at least, however little patience is left, in seconds.
-_LEAST_TRY_S: Final = 1.0
+_LEAST_TRY_S: Final = 2.0
 
 #: Connections that a client opens ahead of its first commands.
 WARM: Final = 3
@@ -372,7 +372,7 @@ class Connections:
     ) -> list[Any]:
         """Execute several commands in one round trip, with the retries and errors of `command`.
 
-        The last try ends with the patience.
+        The last try ends with the patience, or after `_LEAST_TRY_S`.
 
         Args:
             commands: the commands; all are retried together.

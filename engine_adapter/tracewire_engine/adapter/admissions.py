@@ -55,6 +55,7 @@ class Admissions:
 
         Raises:
             TenantFull: as many of the tenant's traces run here as may.
+            Rejection: the tenant may run none.
         """
         if key is None:
             return
@@ -62,7 +63,8 @@ class Admissions:
         running, most = self._of_tenants[key.tenant], key.quotas.get("traces")
         if most is not None and running >= most:
             message = f"{running} traces of tenant {key.tenant!r} run here, its key's quota is {most}"
-            raise TenantFull("signature", message, type="QuotaExceeded")
+            # No engine has a place for a tenant that may run none.
+            raise (TenantFull if most else Rejection)("signature", message, type="QuotaExceeded")
         seat.take(self._of_tenants, key.tenant)
 
     def admit_client(self, client: str, seat: Seat) -> None:

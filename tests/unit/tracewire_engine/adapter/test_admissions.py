@@ -49,6 +49,15 @@ async def test_a_tenant_s_traces_are_counted_from_their_admission_on(tmp_path: P
     assert admitted.content == b"x"
 
 
+async def test_a_tenant_that_may_run_no_traces_waits_for_no_place(tmp_path: Path) -> None:
+    keys = Identities(tmp_path)
+    keys.ring.write([msgspec.structs.replace(key, quotas={"traces": 0}) for key in keys.ring.listed()])
+    admissions = Admissions(Gate(keys.strict, "tw", "m", "e"))
+    with admissions.seat() as seat, pytest.raises(Rejection, match="its key's quota is 0") as refused:
+        await admit(admissions, entry(keys, "alice", "t"), seat)
+    assert not isinstance(refused.value, TenantFull)
+
+
 async def test_a_client_s_traces_are_counted_from_their_admission_on(tmp_path: Path) -> None:
     admissions = Admissions(Gate(Identities(tmp_path).strict, "tw", "m", "e"), client_traces=1)
     with admissions.seat() as seat, admissions.seat() as late:
