@@ -769,8 +769,8 @@ MUTANTS = (
     _of(
         f"{_ENGINE}/adapter/refusals.py",
         "garbage-is-not-dead-lettered",
-        "            await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)\n",
-        "            await self._bus.queue.done(self._info.model, entry.trace)\n",
+        "        await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)\n",
+        "        await self._bus.queue.done(self._info.model, entry.trace)\n",
         _INTAKE + "::test_what_names_no_trace_becomes_a_dead_letter",
     ),
     _of(

@@ -88,7 +88,7 @@ class Intake:
         self._plain = plain
         self._lifecycle = lifecycle
         self._settings = settings
-        self._refusals = Refusals(bus, services, claims)
+        self.refusals = Refusals(bus, services, claims)
         #: The cancel scopes of the queue entries that are being served.
         self.scopes: set[anyio.CancelScope] = set()
         #: The waits after Redis has refused to give an entry, or to begin one.
@@ -220,7 +220,7 @@ class Intake:
         except ValueError as error:
             self._bus.guard.note(self._bus.keys.queue(self._info.model, "data"), entry.trace, error)
             failure = refusal(error)
-        await self._refusals.refuse(entry, trace, failure, admitted)
+        await self.refusals.refuse(entry, trace, failure, admitted)
         return None
 
     async def _ran_before(self, entry: Taken, trace: str) -> bool:
@@ -272,7 +272,7 @@ class Intake:
             except (Replayed, TraceElsewhere, TraceOfAnother) as error:
                 failure = refused(str(error)).failure
                 self._control.audit.refused("submit", trace, failure.message, admitted.key)
-                await self._refusals.refuse(entry, trace, failure, admitted)
+                await self.refusals.refuse(entry, trace, failure, admitted)
                 return
             except TraceEnded:
                 # The trace was cancelled, or expired, before an engine took it; or its engine was lost after its end.

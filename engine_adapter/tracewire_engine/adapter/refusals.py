@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 import anyio
+from msgspec import structs
 
-from tracewire_bus.bus import Bus, Fenced, Taken
+from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID
 from tracewire_bus.store.lifecycle import lifecycle_fields
+from tracewire_bus.transport.tasks import Signal
 from tracewire_bus.wire.codec import encode
 from tracewire_bus.wire.messages import EngineInfo, Failure, Final
 
@@ -28,6 +31,17 @@ logger = logging.getLogger("tracewire")
 
 #: How long an engine that has put its traces back takes to leave the registry, and how often to look, in seconds.
 _HANDOVER_S, _LOOK_S = 10.0, 0.5
+#: How many entries wait for that at most. Further ones are dead letters at once.
+_MOST_UNDECIDED = 256
+
+
+class _Undecided(NamedTuple):
+    """An entry, without its data, of a trace of a live engine; the trace, the refusal, and until when it waits."""
+
+    entry: Taken
+    trace: str
+    failure: Failure
+    until: float
 
 
 class Refusals:
@@ -38,11 +52,15 @@ class Refusals:
         self._writer = services.writer
         self._info: EngineInfo = services.info
         self._claims = claims
+        #: The entries that wait for another engine to leave, or for their time, by the trace's name in the queue.
+        self._undecided: dict[str, _Undecided] = {}
+        self._new = Signal()
 
     async def refuse(self, entry: Taken, trace: str, failure: Failure, admitted: Admitted | None) -> None:
         """Answer an entry that cannot run on its trace's stream. Without a stream of its own it is a dead letter.
 
-        The entry of a trace that another engine runs as this attempt or a later one goes to that engine.
+        The entry of a trace that another engine runs as this attempt or a later one goes to that engine. If another
+        engine runs the trace that an unverified entry names, the entry waits: `run` answers it.
 
         Args:
             entry: the entry.
@@ -54,34 +72,72 @@ class Refusals:
             BusError: Redis refuses, or does not answer.
         """
         named = 0 < len(trace) <= MAX_TRACE_ID and "\ufffd" not in trace
-        if named and await self._is_its_own(entry, trace, admitted):
+        own = await self._is_its_own(entry, trace, admitted) if named else False
+        if own is None and len(self._undecided) < _MOST_UNDECIDED:
+            fields = {name: value for name, value in entry.fields.items() if name != b"d"}
+            until = anyio.current_time() + _HANDOVER_S
+            self._undecided[entry.trace] = _Undecided(structs.replace(entry, fields=fields), trace, failure, until)
+            self._new.notify()
+        elif own:
             await self._reject(entry, trace, failure)
         elif named and (runs := await self._runs_elsewhere(entry, trace, admitted)) is not None:
             await self._hand_over(entry, trace, *runs)
         else:
-            logger.warning("dead-lettering entry %r: %s", entry.trace, failure.message)
-            await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)
+            await self._dead_letter(entry, failure)
 
-    async def _is_its_own(self, entry: Taken, trace: str, admitted: Admitted | None) -> bool:
-        """Whether an entry may end the trace that it names. An entry beside the trace's own must not end the trace."""
+    async def run(self) -> None:
+        """Answer the entries that wait. Never ends by itself."""
+        while True:
+            while not self._undecided:
+                await self._new.wait()
+            await anyio.sleep(_LOOK_S)
+            for name, one in list(self._undecided.items()):
+                try:
+                    if not await self._decide(one):
+                        continue
+                except BusError as error:
+                    # The entry is still held by this engine.
+                    logger.warning("queue entry %s could not be answered: %s", name, error)
+                    continue
+                except Exception:  # a defect of the adapter must not stop the other entries
+                    logger.exception("queue entry %s could not be answered", name)
+                if self._undecided.get(name) is one:
+                    del self._undecided[name]
+
+    async def _decide(self, one: _Undecided) -> bool:
+        """Answer an entry that waits, or return False if it is to wait on."""
+        own = await self._is_its_own(one.entry, one.trace, None)
+        if own is None and anyio.current_time() < one.until:
+            return False
+        if own:
+            await self._reject(one.entry, one.trace, one.failure)
+        else:
+            await self._dead_letter(one.entry, one.failure)
+        return True
+
+    async def _dead_letter(self, entry: Taken, failure: Failure) -> None:
+        logger.warning("dead-lettering entry %r: %s", entry.trace, failure.message)
+        await self._bus.queue.dead_letter(self._info.model, entry, failure.message, self._info.engine)
+
+    async def _is_its_own(self, entry: Taken, trace: str, admitted: Admitted | None) -> bool | None:
+        """Whether an entry may end the trace that it names; None if another engine runs the trace, and may be leaving.
+
+        An entry beside the trace's own must not end the trace.
+        """
         run = self._claims.runs.get(trace)
         if isinstance(run, TraceRun) and run.attempt >= entry.attempt:
             return False
-        until = anyio.current_time() + _HANDOVER_S
-        while True:
-            holder = await self._bus.records.holder(trace)
-            if holder is None:
-                return True
-            model, engine, attempt = holder
-            if model != self._info.model or not (attempt < entry.attempt or engine == self._info.engine):
-                return False
-            # A number of attempts proves nothing: everybody who can write to the queue can write it.
-            if await self._is_proven(trace, admitted) or not await self._is_running(trace, engine):
-                return True
-            if engine == self._info.engine or anyio.current_time() >= until:
-                return False
-            # That engine may be leaving: it puts its traces back before it leaves the registry.
-            await anyio.sleep(_LOOK_S)
+        holder = await self._bus.records.holder(trace)
+        if holder is None:
+            return True
+        model, engine, attempt = holder
+        if model != self._info.model or not (attempt < entry.attempt or engine == self._info.engine):
+            return False
+        # A number of attempts proves nothing: everybody who can write to the queue can write it.
+        if await self._is_proven(trace, admitted) or not await self._is_running(trace, engine):
+            return True
+        # Another engine may be leaving: it puts its traces back before it leaves the registry.
+        return False if engine == self._info.engine else None
 
     async def _runs_elsewhere(self, entry: Taken, trace: str, admitted: Admitted | None) -> tuple[str, int] | None:
         """The other engine that runs the trace of a verified entry, and its attempt: this one or a later one.

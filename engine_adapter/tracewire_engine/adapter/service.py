@@ -203,6 +203,7 @@ class Adapter:
             group.start_soon(self._steering.run)
             group.start_soon(self._control.run)
             group.start_soon(self._control.mend)
+            group.start_soon(self._intake.refusals.run)
             group.start_soon(self._audit.run)
             group.start_soon(self._retention.run)
             group.start_soon(self._finished.run)

@@ -85,6 +85,7 @@ async def test_another_key_s_submission_does_not_take_a_trace(
         adapter = second if holder[1] == ENGINE else keys.adapter
         mine = Submission(trace=trace.id, model="tiny", invokes=[Invoke(prompt="valid")], detach=True)
         await serve(adapter, bus, forged(keys, bus, trace.id, "bob", encode(mine)))
+        await until(bus.dead_letters.count)
         await goes_on(keys, bus, trace.id)
 
 
@@ -95,7 +96,7 @@ async def test_an_engine_that_was_slow_leaves_the_entry_to_the_engine_that_has_i
         await bus.command("HSET", bus.keys.record("t"), "m", "tiny", "a", 2, "e", "another-engine")
         await bus.command("HSET", held, "t", "another-engine")
         entry = Taken("t", {b"t": b"t", b"v": b"2.0", b"d": b"x"}, 0.0, attempt=1)
-        await adapter._intake._refusals.refuse(entry, "t", Failure(type="SignatureRefused", message="replayed"), None)
+        await adapter._intake.refusals.refuse(entry, "t", Failure(type="SignatureRefused", message="replayed"), None)
         assert await bus.dead_letters.count() == 0
         assert await bus.command("HGET", held, "t") == b"another-engine"
 
@@ -208,3 +209,62 @@ async def test_a_trace_that_cannot_run_here_and_runs_elsewhere_runs_again_if_tha
         (again,) = await bus.queue.take("tiny", "somebody", 1, 1000)
         assert (again.attempt, again.lost) == (3, meanwhile == "runs")
         await bus.queue.done("tiny", "t")
+
+
+async def unverified(bus: Bus, *traces: str) -> None:
+    """Entries that nobody has signed come as second attempts. An engine that lives runs their traces."""
+    await bus.command("SET", bus.keys.engine("other"), "lives")
+    for trace in traces:
+        await bus.command("HSET", bus.keys.record(trace), "m", "tiny", "a", 1, "e", "other", "s", "running")
+        await bus.queue.put("tiny", trace, b"garbage", tries=3)
+    await bus.queue.take("tiny", "somebody", len(traces), 1000)
+    assert await bus.queue.put_back("tiny", "somebody", "", lost=False) == len(traces)
+
+
+async def test_an_entry_that_waits_takes_no_place_of_a_trace(
+    keys: Identities, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has one place, and the other engine, which may be leaving, takes its time."""
+    monkeypatch.setattr(refusals, "_HANDOVER_S", 1e6)
+    await unverified(bus, "t")
+    one, described = ScriptedEngine(partial(anyio.sleep, 0.005)), info("tiny", engine=ENGINE, capacity=1)
+
+    async def taken() -> bool:
+        return bool(await bus.command("HGET", bus.keys.queue("tiny", "taken"), "t") == ENGINE.encode())
+
+    with anyio.fail_after(PATIENCE):
+        async with (
+            serving(bus, one, described, identity=keys.strict) as adapter,
+            keys.client(bus, "alice") as alice,
+        ):
+            await until(taken)
+            await alice.cancel((await running(alice)).id)
+            await until(lambda: not adapter._intake.scopes)
+            assert not await bus.records.ended("t")
+            assert await taken()
+            await bus.command("DEL", bus.keys.engine("other"))
+            (final,) = [event async for event in alice.subscribe("t")]
+            assert isinstance(final, tracewire.Final)
+            assert final.status == "rejected"
+            await until(lambda: not adapter._intake.refusals._undecided)
+            assert await bus.dead_letters.count() == 0
+
+
+async def test_of_many_entries_that_would_wait_the_last_are_dead_letters(
+    keys: Identities, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "_HANDOVER_S", 1e6)
+    monkeypatch.setattr(refusals, "_MOST_UNDECIDED", 2)
+    await unverified(bus, *"abc")
+    async with keys.served(bus) as adapter:
+        await until(bus.dead_letters.count)
+        waiting = set(adapter._intake.refusals._undecided)
+        (letter,) = await bus.dead_letters.list()
+        assert {*waiting, letter.trace} == {"a", "b", "c"}
+        assert len(waiting) == 2
+        await until(lambda: not adapter._intake.scopes)
+        # Its time is over.
+        undecided = adapter._intake.refusals._undecided
+        undecided.update({name: one._replace(until=0.0) for name, one in undecided.items()})
+        await until(lambda: not undecided)
+    assert await bus.dead_letters.count() == 3
