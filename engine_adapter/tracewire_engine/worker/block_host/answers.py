@@ -197,6 +197,9 @@ class ModelAnswers:
             return called[-1]
 
         args, kwargs = unpack_value(value, lambda place, _: tensors[place].to(device), module)
+        if "hook" in kwargs:
+            # The call would be served to the interventions of all requests. An honest host refuses it itself.
+            raise TypeError("hook is no argument of a module that a block in a process of its own calls")
         with checked_widths(chain.from_iterable(one._module.modules() for one in called)):
             return envoy(*args, **kwargs)
 

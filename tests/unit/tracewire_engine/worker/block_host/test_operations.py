@@ -169,3 +169,53 @@ def test_what_is_refused_says_what_to_do(line: str, served: OperationsModel) -> 
     assert kind == "NotImplementedError"
     assert at == 4
     assert REFUSED[line](said)
+
+
+KEPT = "kept = [].save()\nfor step in tracer.iter[:]:\n"
+#: What a host sends in place of a call that it would refuse: a call that all requests' interventions would see.
+HOOKED = """
+import torch
+kept = [].save()
+for step in tracer.iter[:]:
+    model.model.layers[0].output
+    given = (torch.full((3, 4), 9.0),), {"hook": True}
+    kept.append(model.interleaver.call("model.model.layers.1", given).clone())
+"""
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        KEPT + "    kept.append(model.model.layers[1].output.clone())\n",
+        KEPT + "    o = model.model.layers[1].output\n    o[:] = o + 3\n    kept.append(o.clone())\n",
+    ],
+    ids=["reads", "writes"],
+)
+def test_a_call_of_one_host_is_not_served_to_other_requests(victim: str) -> None:
+    def saved(beside: str) -> tuple[list[Any], Any]:
+        model = OperationsModel()
+        model.interleaver.hosts = model.hosts
+        model.open("victim", victim, tenant="red")
+        model.open("beside", beside, tenant="blue")
+        for step in range(STEPS):
+            scheduled = {"victim-00000000": 2, "beside-00000000": 1}
+            model.hosts.begin(scheduled, list(scheduled), lambda _, step=step: step)  # type: ignore[misc]
+            model.forward(3, step)
+            model.hosts.end()
+        for name in ("victim", "beside"):
+            model.finish(name, STEPS)
+        model.wait("victim", "beside", hostile=["beside"])
+        outcomes = dict(model.outcomes)
+        model.close()
+        assert outcomes["victim"].finish is not None
+        assert outcomes["victim"].finish.error is None
+        finish = outcomes["beside"].finish
+        return [array.tolist() for array in outcomes["victim"].saves["kept"]], finish and finish.error
+
+    alone, nothing = saved("for step in tracer.iter[:]:\n    model.model.layers[0].output\n")
+    attacked, error = saved(HOOKED)
+    assert nothing is None
+    assert len(alone) == STEPS
+    assert attacked == alone
+    assert error is not None
+    assert "hook" in error.message
