@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import anyio
 import msgspec
@@ -61,6 +62,25 @@ class RunnableEdit(msgspec.Struct, frozen=True):
     block: EditBlock | None
     placed: list[msgspec.Raw]
     reads: bool
+
+
+@dataclass
+class _Streak:
+    """The requests in a row on which an edit raised.
+
+    Attributes:
+        tenants: those whose hosts say so; `""` for requests without a tenant, and for what the worker itself saw.
+        told: whether the edit is to be disabled for them.
+    """
+
+    count: int = 0
+    tenants: set[str] = field(default_factory=set)
+    told: bool = False
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether somebody else than the blocks of one tenant says so."""
+        return "" in self.tenants or len(self.tenants) > 1
 
 
 class RequestEdits:
@@ -132,7 +152,7 @@ class StandingEdits:
         self._keys: object = None
         self._chosen: dict[tuple[int, tuple[str, ...] | None], RequestEdits] = {}
         #: On how many requests in a row each version of an edit has raised.
-        self._streaks: dict[tuple[str, int], int] = {}
+        self._streaks: dict[tuple[str, int], _Streak] = {}
         self._disabling: deque[tuple[str, int, str]] = deque()
         self._records: deque[tuple[str, bytes]] = deque()
         self._waiting = 0
@@ -319,12 +339,18 @@ class StandingEdits:
 
     # --- what they leave --------------------------------------------------------------------------------------------
 
-    def count_end(self, chosen: RequestEdits, record: FinishRecord, *, trace: str = "", invoke: int = 0) -> None:
-        """Count the edits that raised on a choice that has ended. For a trace, also queue records of their errors."""
+    def count_end(
+        self, chosen: RequestEdits, record: FinishRecord, trace: str = "", invoke: int = 0, tenant: str = ""
+    ) -> None:
+        """Count the edits that raised on a choice that has ended. For a trace, also queue records of their errors.
+
+        A block can forge the reports of its host, in which blocks of its tenant run. So the word of hosts of one
+        `tenant` alone disables no edit.
+        """
         for edit in chosen.edits:
             key = edit.name, edit.version
             failure = record.edit_errors.get(edit.name)
-            if failure is None:
+            if failure is None or (record.hosted and edit.block is None):
                 self._streaks.pop(key, None)
                 continue
             if trace:
@@ -340,11 +366,14 @@ class StandingEdits:
                     error=failure,
                 )
                 self._queue_record(entry)
-            streak = self._streaks[key] = self._streaks.get(key, 0) + 1
+            streak = self._streaks.setdefault(key, _Streak())
+            streak.count += 1
+            streak.tenants.add(tenant if record.hosted else "")
             self._info.edit_failures[edit.name] = self._info.edit_failures.get(edit.name, 0) + 1
-            if edit.max_failures and streak == edit.max_failures:
+            if edit.max_failures and streak.count >= edit.max_failures and streak.is_believed and not streak.told:
+                streak.told = True
                 why = (
-                    f"it raised on {streak} requests of engine {self._info.engine} in a row, "
+                    f"it raised on {streak.count} requests of engine {self._info.engine} in a row, "
                     f"last {failure.type}: {failure.message}"
                 )
                 self._disabling.append((edit.name, edit.version, why[:2000]))

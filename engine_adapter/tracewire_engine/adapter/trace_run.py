@@ -530,7 +530,7 @@ class TraceRun:
             end.add_shared(await self._shared.end(self.requests))
         # Of a trace that runs again, the ends of the last attempt count.
         for invoke, finish in end.finished if self._attempt.edits else ():
-            self._standing.count_end(self._attempt.edits[invoke], finish, trace=self.trace, invoke=invoke)
+            self._standing.count_end(self._attempt.edits[invoke], finish, self.trace, invoke, self._attempt.tenant)
         await self._close_record()
         end.warnings += self.lag.warnings()
         if self._ending is not None:

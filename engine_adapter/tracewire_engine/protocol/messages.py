@@ -78,6 +78,8 @@ class FinishRecord(msgspec.Struct, array_like=True):
     warnings: list[str] = []
     #: Whether the error may be another trace's doing, with whose blocks this one's shared a process.
     restart: bool = False
+    #: Whether a block's host reports this, so that blocks can forge it.
+    hosted: bool = False
 
 
 class SharedValues(msgspec.Struct, array_like=True):

@@ -254,6 +254,7 @@ def _check_names(finishes: list[FinishRecord]) -> None:
     names = 0
     for finish in finishes:
         names += len(finish.manifest) + len(finish.save_errors) + len(finish.edit_errors)
+        finish.hosted = True
         finish.warnings = [one[:_TEXT] for one in finish.warnings[:_TEXTS]]
     if names > _NAMES_AT_ONCE:
         raise UntrustedReport(f"{names} names of saves and errors in one report")

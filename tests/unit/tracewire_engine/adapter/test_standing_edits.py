@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from tests.support.bus_engine import engine_info
@@ -114,6 +115,44 @@ async def test_one_that_raised_too_often_in_a_row_is_disabled(bus: Bus) -> None:
     assert not edits.choose(None)
     with pytest.raises(Rejection, match="it is disabled: it raised on 3 requests of engine e in a row"):
         edits.choose(["a"])
+
+
+def _reported(number: int) -> Any:
+    """What a host reports, or a block in it."""
+    record = raised(number)
+    record.hosted = True
+    return record
+
+
+@pytest.mark.parametrize(
+    ("tenants", "disabled"),
+    [
+        (["blue"] * 8, False),
+        (["blue", "blue", "red"], True),
+        (["blue", "blue", "blue", "red"], True),
+        ([""] * 3, True),
+        (["blue", "blue"], False),
+    ],
+)
+async def test_the_hosts_of_one_tenant_alone_disable_no_edit(bus: Bus, tenants: list[str], disabled: bool) -> None:
+    edits = await standing(bus, max_failures=3)
+    chosen = edits.choose(None)
+    for number, tenant in enumerate(tenants):
+        edits.count_end(chosen, _reported(number), trace=f"t{number}", tenant=tenant)
+    assert [name for name, *_ in edits._disabling] == ["a"] * disabled
+    # What the worker itself saw counts whatever the tenant.
+    for number in range(3):
+        edits.count_end(chosen, raised(number), trace=f"t{number}", tenant="blue")
+    assert [name for name, *_ in edits._disabling] == ["a"]
+
+
+async def test_a_host_cannot_say_that_an_edit_without_a_block_raised(bus: Bus) -> None:
+    edits = await standing(bus, max_failures=1)
+    chosen = edits.choose(None)
+    chosen.edits = tuple(msgspec.structs.replace(edit, block=None) for edit in chosen.edits)
+    edits.count_end(chosen, _reported(0), trace="t")
+    assert not edits._disabling
+    assert edits._info.edit_failures == {}
 
 
 @pytest.mark.parametrize("part", ["about", "entries", "disabled", "state"])

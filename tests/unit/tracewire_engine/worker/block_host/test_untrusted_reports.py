@@ -221,9 +221,11 @@ def test_values_are_counted_but_for_long_lists_of_numbers() -> None:
 
 def test_an_end_has_so_many_names_and_changes_at_most() -> None:
     reports, nothing = UntrustedReports(0), raw([])
-    finish = FinishRecord("r", 0, nothing, warnings=["w" * 100_000] * 100)
+    finish = FinishRecord("r", 0, nothing, warnings=["w" * 100_000] * 100, hosted=False)
     reports.check(Reported([], [finish]), 1)
     assert [len(one) for one in finish.warnings] == [10_000] * 32
+    # Whatever the host says of it.
+    assert finish.hosted
     many = {str(number): "e" for number in range((1 << 16) + 1)}
     with pytest.raises(UntrustedReport, match="65537 names of saves and errors"):
         reports.check(Reported([], [FinishRecord("r", 0, nothing, save_errors=many)]), 2)
