@@ -89,7 +89,8 @@ class _PlatformRunner(GPUModelRunner):
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.execute_model_state: Any = None
-        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS))
+        layers = SimpleNamespace(num_hidden_layers=LAYERS)
+        self.model_config = SimpleNamespace(hf_text_config=layers, get_vocab_size=lambda: 128_256)
         self.vllm_config = SimpleNamespace(
             additional_config={BLOCK_TIMEOUT: 10.0}, parallel_config=SimpleNamespace(pipeline_parallel_size=1)
         )

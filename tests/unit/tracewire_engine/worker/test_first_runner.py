@@ -54,3 +54,7 @@ def test_what_a_block_saved_is_what_nnsight_collects(runner: Any) -> None:
     with torch.inference_mode():
         runner.execute_model(_scheduled({}, [], {name}))
     assert runner.tracewire_request_count() == 0
+
+
+def test_the_head_of_a_runner_has_at_most_256_mib_of_logits_at_once(runner: Any) -> None:
+    assert runner.tracewire_declared.lens_rows == (256 << 20) // (6 * 128_256)
