@@ -26,7 +26,7 @@ from tracewire_bus.wire.feature_kinds import Autoencoder
 from tracewire_bus.wire.refs import ArrayRef
 from tracewire_engine.protocol.autoencoder_parts import parts_of, size_in_bytes
 
-from .device_autoencoder import DeviceAutoencoder
+from .device_autoencoder import Choices, DeviceAutoencoder
 
 __all__ = ["BOUND", "HOST_BOUND", "AutoencoderStore", "AutoencodersFull"]
 
@@ -50,6 +50,7 @@ class AutoencoderStore:
         here: under pipeline parallelism, whether this stage serves a location.
         split_above: the ranks split an autoencoder of more bytes; `None` for those that `bound` is too small for.
         release: is called to drop what keeps unused autoencoders.
+        choices: the rows of chosen features, which `bound` does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,6 +61,7 @@ class AutoencoderStore:
         self.split_above: int | None = None
         self.here: Callable[[str], bool] = lambda _: True
         self.release: Callable[[], None] = lambda: None
+        self.choices = Choices()
         self._recent: OrderedDict[bytes, DeviceAutoencoder] = OrderedDict()
         #: Those that something uses: the recent ones, and those of live requests.
         self._alive: weakref.WeakValueDictionary[bytes, DeviceAutoencoder] = weakref.WeakValueDictionary()
@@ -93,7 +95,8 @@ class AutoencoderStore:
         rank = self.rank if ranks > 1 else 0
         host = self._make_room(size_in_bytes(one, rank, ranks), ranks)
         tensor = torch.from_numpy(np.require(packed, np.float32, ["C", "W"]))
-        made = DeviceAutoencoder(one, tensor, self._device, offloaded=host, rank=rank, ranks=ranks)
+        named: Any = {"key": key, "choices": self.choices}
+        made = DeviceAutoencoder(one, tensor, self._device, offloaded=host, rank=rank, ranks=ranks, **named)
         self._recent[key] = self._alive[key] = made
         return made
 

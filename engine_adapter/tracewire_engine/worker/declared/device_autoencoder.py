@@ -17,14 +17,14 @@ from tracewire_bus.domain.autoencoders import unpacked
 from tracewire_bus.wire.feature_kinds import Autoencoder
 from tracewire_engine.protocol.autoencoder_parts import features_of, size_in_bytes
 
-__all__ = ["Choice", "DeviceAutoencoder", "Gather"]
+__all__ = ["CHOICE_BYTES", "Choice", "Choices", "DeviceAutoencoder", "Gather"]
 
 #: Bytes of an encoder that are copied to the device at once.
 _PIECE: Final = 64 << 20
 #: Bytes of activations that are computed at once.
 _AT_ONCE: Final = 256 << 20
-#: Choices of features whose rows one autoencoder keeps.
-_CHOICES: Final = 64
+#: Bytes of the rows of chosen features that are kept for further requests.
+CHOICE_BYTES: Final = 128 << 20
 
 Gather: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """What makes of a tensor of this rank those of all ranks, `[ranks, ...]`. It raises what ends the requests that use it,
@@ -42,6 +42,11 @@ class Choice:
     def __init__(self, rows: torch.Tensor, vectors: torch.Tensor, *, whole: bool) -> None:
         self.rows, self.vectors, self.whole = rows, vectors, whole
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on the device."""
+        return int(self.rows.nbytes) + int(self.vectors.nbytes)
+
     def complete(self, gather: Gather | None) -> None:
         """Get the rows of other ranks, unless that was done."""
         if not self.whole:
@@ -49,6 +54,37 @@ class Choice:
             # Each row is 0 on all ranks but one, so the sum is exact.
             self.rows.copy_(gather(self.rows).sum(0))
             self.whole = True
+
+
+class Choices:
+    """The rows of chosen features of all autoencoders, the least recently used of which go first.
+
+    Which ones are kept depends on the requests alone: the ranks of a split autoencoder complete them together.
+
+    Attributes:
+        nbytes: of all of them. Only the last one may have more than `CHOICE_BYTES`.
+        dropped: is called with the rows that are not kept any more.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.dropped: Callable[[torch.Tensor], None] = lambda rows: None
+        self._kept: OrderedDict[tuple[bytes, tuple[int, ...]], Choice] = OrderedDict()
+
+    def get(self, autoencoder: bytes, indices: tuple[int, ...], make: Callable[[], Choice]) -> Choice:
+        """The rows of features of an autoencoder, which `make` makes if they are not here."""
+        key = autoencoder, indices
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+            self.nbytes += found.nbytes
+            while self.nbytes > CHOICE_BYTES and len(self._kept) > 1:
+                _, last = self._kept.popitem(last=False)
+                self.nbytes -= last.nbytes
+                self.dropped(last.rows)
+        else:
+            self._kept.move_to_end(key)
+        return found
 
 
 class DeviceAutoencoder:
@@ -62,6 +98,8 @@ class DeviceAutoencoder:
         device: where it is used.
         offloaded: whether its encoder and decoder stay in the host's memory, which is pinned.
         rank, ranks: over how many ranks it is split, and the number of this one.
+        key: names it among those whose rows are in `choices`.
+        choices: keeps the rows of chosen features.
     """
 
     def __init__(
@@ -73,7 +111,10 @@ class DeviceAutoencoder:
         offloaded: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        key: bytes = b"",
+        choices: Choices | None = None,
     ) -> None:
+        self._key, self._choices = key, Choices() if choices is None else choices
         self.one, self.offloaded, self.ranks, self._device = one, offloaded, ranks, device
         self._features = features_of(one, rank, ranks)
         own = slice(self._features.start, self._features.stop)
@@ -91,7 +132,6 @@ class DeviceAutoencoder:
         #: The bytes that it takes of the device, and of the host.
         self.nbytes: int = self.vectors.nbytes if offloaded else taken
         self.host_nbytes: int = taken if offloaded else 0
-        self._chosen: OrderedDict[tuple[int, ...], Choice] = OrderedDict()
 
     def _placed(self, part: torch.Tensor) -> torch.Tensor:
         """A copy of a part of the weights, where it is to be."""
@@ -102,20 +142,15 @@ class DeviceAutoencoder:
 
     def chosen(self, indices: Sequence[int]) -> Choice:
         """The rows of chosen features. `Choice.complete` is called before they are used."""
-        key = tuple(indices)
-        found = self._chosen.get(key)
-        if found is None:
-            places = torch.tensor(key, dtype=torch.int64, device=self.encoder.device)
-            vectors = self.vectors[places.to(self._device)]
-            here = (places >= self._features.start) & (places < self._features.stop)
-            places = (places - self._features.start).clamp(0, len(self._features) - 1)
-            rows = torch.cat([part[places] * here[:, None] for part in (self.encoder, self.decoder)])
-            found = self._chosen[key] = Choice(rows.to(self._device), vectors, whole=self.ranks == 1)
-            if len(self._chosen) > _CHOICES:
-                self._chosen.popitem(last=False)
-        else:
-            self._chosen.move_to_end(key)
-        return found
+        return self._choices.get(self._key, tuple(indices), lambda: self._choice(indices))
+
+    def _choice(self, indices: Sequence[int]) -> Choice:
+        places = torch.tensor(indices, dtype=torch.int64, device=self.encoder.device)
+        vectors = self.vectors[places.to(self._device)]
+        here = (places >= self._features.start) & (places < self._features.stop)
+        places = (places - self._features.start).clamp(0, len(self._features) - 1)
+        rows = torch.cat([part[places] * here[:, None] for part in (self.encoder, self.decoder)])
+        return Choice(rows.to(self._device), vectors, whole=self.ranks == 1)
 
     def streams(self, *, chosen: bool) -> bool:
         """Whether each use copies the encoder from the host, for the activations of `chosen` features or of all."""

@@ -48,6 +48,8 @@ _NO_PROBES: Final[Mapping[str, Probe]] = MappingProxyType({})
 
 #: How many requests' interventions are kept decoded, and of how many bytes each at most.
 REMEMBERED, LONG = 64, 128 * 1024
+#: Bytes of scaled vectors that these have beside the vectors themselves.
+SCALED_BYTES = 16 << 20
 
 
 def _unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -77,9 +79,11 @@ class Decoded:
         kind: of the list of them.
     """
 
-    __slots__ = ("connected", "kind", "locations", "names", "ops", "placed", "reads")
+    __slots__ = ("connected", "kind", "locations", "names", "ops", "placed", "reads", "scaled")
 
     def __init__(self, placed: list[Placed], ops: list[Op]) -> None:
+        #: The bytes of its `Op.scaled`, made or not.
+        self.scaled = sum(4 * op.matrix.shape[-1] for op in ops if isinstance(op.one, Steer) and op.matrix is not None)
         self.placed, self.ops = placed, ops
         self.kind = kind_of(ops)
         self.reads = any(op.reads for op in ops)
@@ -92,13 +96,18 @@ class DecodedCache:
     """Decoded interventions, with their vectors on the device, by their encoded form.
 
     The cache keeps only interventions without live parameters, which are the same for every request that brings them.
+    It keeps no vector on the device that the caches of vectors have dropped, since these bound the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.vectors = VectorCache(device)
         self._entries: OrderedDict[bytes, Decoded] = OrderedDict()
         # An entry keeps autoencoders on the device that no request uses.
-        self.vectors.autoencoders.release = self._entries.clear
+        self.vectors.autoencoders.release = self._clear
+        self.vectors.dropped = self.vectors.autoencoders.choices.dropped = self._forget
+        self._scaled = 0
+        #: What the caches of vectors have dropped since the decoding of interventions began; `None` between decodings.
+        self._lost: list[torch.Tensor] | None = None
 
     def get(self, encoded: bytes, live: LiveRun) -> Decoded:
         """The interventions, which other requests may have as well."""
@@ -106,15 +115,39 @@ class DecodedCache:
         if found is None:
             placed = [placed for placed in _placed(encoded) if not isinstance(placed.intervention, StopWhen)]
             probes = probes_of(placed)
-            found = Decoded(placed, [Op(one, live.values, self.vectors, probes) for one in placed])
-            if len(encoded) > LONG or any(_has_live(one) or one.kept is not None for one in placed):
+            dropped = self._lost = []
+            try:
+                found = Decoded(placed, [Op(one, live.values, self.vectors, probes) for one in placed])
+            finally:
+                self._lost = None
+            lost = any(_has(found, vector) for vector in dropped)
+            if lost or len(encoded) > LONG or any(_has_live(one) or one.kept is not None for one in placed):
                 return found
             self._entries[encoded] = found
-            if len(self._entries) > REMEMBERED:
-                self._entries.popitem(last=False)
+            self._scaled += found.scaled
+            while len(self._entries) > REMEMBERED or self._scaled > SCALED_BYTES:
+                self._pop(next(iter(self._entries)))
         else:
             self._entries.move_to_end(encoded)
         return found
+
+    def _forget(self, vector: torch.Tensor) -> None:
+        """Drop the interventions that have a vector which is not kept any more."""
+        if self._lost is not None:
+            self._lost.append(vector)
+        for encoded in [encoded for encoded, one in self._entries.items() if _has(one, vector)]:
+            self._pop(encoded)
+
+    def _pop(self, encoded: bytes) -> None:
+        self._scaled -= self._entries.pop(encoded).scaled
+
+    def _clear(self) -> None:
+        self._entries.clear()
+        self._scaled = 0
+
+
+def _has(decoded: Decoded, vector: torch.Tensor) -> bool:
+    return any(op.matrix is vector or op.bias is vector for op in decoded.ops)
 
 
 def _has_live(placed: Placed) -> bool:

@@ -38,6 +38,8 @@ class VectorCache:
         self._bytes = 0
         self.autoencoders = AutoencoderStore(device)
         self.kept = KeptStore()
+        #: Is called with each vector that is not kept any more.
+        self.dropped: Callable[[torch.Tensor], None] = lambda vector: None
 
     def get(
         self, purpose: str, value: Any, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
@@ -54,7 +56,9 @@ class VectorCache:
             found = self._vectors[key] = to_tensors(made, self.device)
             self._bytes += found.nbytes
             while self._bytes > CACHE_BYTES and len(self._vectors) > 1:
-                self._bytes -= self._vectors.popitem(last=False)[1].nbytes
+                _, last = self._vectors.popitem(last=False)
+                self._bytes -= last.nbytes
+                self.dropped(last)
         else:
             self._vectors.move_to_end(key)
         return found

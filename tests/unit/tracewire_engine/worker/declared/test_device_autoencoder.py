@@ -12,7 +12,7 @@ import torch
 from tests.support.later_plans import ARCHITECTURES, autoencoder
 from tests.support.rank_threads import on_ranks
 from tracewire_engine.worker.declared import device_autoencoder
-from tracewire_engine.worker.declared.device_autoencoder import DeviceAutoencoder, Gather
+from tracewire_engine.worker.declared.device_autoencoder import Choice, Choices, DeviceAutoencoder, Gather
 
 CPU = torch.device("cpu")
 
@@ -114,3 +114,27 @@ def test_ranks_that_split_it_come_to_what_one_does(
         torch.testing.assert_close(activations, expected[1], rtol=1e-5, atol=1e-5)
         assert torch.equal(features[activations > 0], expected[2][expected[1] > 0])
         torch.testing.assert_close(picked, expected[3], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_chosen_features_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all autoencoders together; the last ones stay, however many bytes they have."""
+
+    def choice(rows: int) -> Choice:
+        return Choice(torch.zeros(rows, 1), torch.zeros(0), whole=True)
+
+    monkeypatch.setattr(device_autoencoder, "CHOICE_BYTES", 40)
+    choices, dropped = Choices(), []
+    choices.dropped = lambda rows: dropped.append(len(rows))
+    first = choices.get(b"a", (1,), lambda: choice(4))
+    choices.get(b"b", (1,), lambda: choice(5))
+    assert choices.get(b"a", (1,), lambda: choice(1)) is first
+    assert not dropped
+    choices.get(b"a", (2,), lambda: choice(6))
+    assert dropped == [5]
+    assert choices.get(b"a", (1,), lambda: choice(1)) is first
+    large = choices.get(b"b", (3,), lambda: choice(100))
+    assert dropped == [5, 6, 4]
+    assert choices.nbytes == 400
+    assert choices.get(b"b", (3,), lambda: choice(1)) is large
+    choices.get(b"b", (4,), lambda: choice(2))
+    assert choices.nbytes == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import ml_dtypes
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.later_plans import autoencoder
 from tests.support.vectors import by_reference
 from tracewire_bus.domain.intervention_checks import normalize
-from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Live, Probe, Steer
+from tracewire_bus.wire.messages import Ablate, Clamp, Declared, Features, Live, Probe, Steer
 from tracewire_engine.protocol.messages import Placed
 from tracewire_engine.worker.blocks.live_params import LiveRun
-from tracewire_engine.worker.declared import ops
-from tracewire_engine.worker.declared.ops import Declaration
+from tracewire_engine.worker.declared import device_autoencoder, ops, vector_cache
+from tracewire_engine.worker.declared.ops import Declaration, DecodedCache, Op
 from tracewire_engine.worker.declared.plan import DeclaredRequests
 
 
@@ -127,3 +129,61 @@ def test_kinds_of_interventions_are_kept_as_long_as_a_request_has_them() -> None
     known._entries.clear()
     gc.collect()
     assert len(ops._kinds) == before
+
+
+def decoded_anew(known: DecodedCache, *interventions: Declared) -> list[Op]:
+    """The interventions of a request that has ended."""
+    encoded = msgspec.msgpack.encode([Placed(one, [("layer.0.output", True)]) for one in normalize(interventions)])
+    return Declaration("r", 0, encoded, LiveRun(""), known).ops
+
+
+def test_decoded_interventions_keep_no_vector_that_the_cache_has_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_cache, "CACHE_BYTES", 3 * 32)
+    known = DecodedCache(torch.device("cpu"))
+    vectors = [np.full(8, number, np.float32) for number in range(10)]
+    made = [weakref.ref(decoded_anew(known, Ablate("", one))[0].matrix) for one in vectors]
+    gc.collect()
+    assert [one() is not None for one in made] == [False] * 7 + [True] * 3
+    # What is still there is not decoded again, and what is not is made anew.
+    assert decoded_anew(known, Ablate("", vectors[9]))[0].matrix is made[9]()
+    assert decoded_anew(known, Ablate("", vectors[0]))[0].matrix is not None
+    # Interventions whose own vectors do not all fit are not kept.
+    many = weakref.ref(decoded_anew(known, *[Ablate("", one) for one in vectors])[0].matrix)
+    gc.collect()
+    assert many() is None
+
+
+def test_vectors_that_live_parameters_displace_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_cache, "CACHE_BYTES", 32)
+    known = DecodedCache(torch.device("cpu"))
+    first = weakref.ref(decoded_anew(known, Ablate("", np.ones(8)))[0].matrix)
+    known.vectors.get("basis", np.arange(8), np.atleast_2d)
+    gc.collect()
+    assert first() is None
+
+
+def test_scaled_vectors_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made of vectors that other interventions may share."""
+    monkeypatch.setattr(ops, "SCALED_BYTES", 3 * 32)
+    known = DecodedCache(torch.device("cpu"))
+    steers = [Steer("", np.ones(8), scale=scale) for scale in range(1, 8)]
+    scaled = [weakref.ref(decoded_anew(known, one)[0].scaled_vector()) for one in steers]
+    gc.collect()
+    assert [one() is not None for one in scaled] == [False] * 4 + [True] * 3
+
+
+def test_rows_of_chosen_features_go_when_their_bound_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    sae = autoencoder("relu")
+    each = 2 * 2 * sae.description.width * 4 + 2 * 4
+    monkeypatch.setattr(device_autoencoder, "CHOICE_BYTES", 3 * each)
+    known = DecodedCache(torch.device("cpu"))
+    rows = []
+    for number in range(6):
+        (op,) = decoded_anew(known, Features("f", "", sae, indices=[number, number + 1]))
+        assert op.choice is not None
+        assert op.choice.nbytes == each
+        rows.append(weakref.ref(op.choice.rows))
+        del op
+    gc.collect()
+    assert [one() is not None for one in rows] == [False] * 3 + [True] * 3
+    assert known.vectors.autoencoders.choices.nbytes == 3 * each
