@@ -73,7 +73,9 @@ class DeclaredIntervention(Message, tag_field="do", kw_only=True):
     - `residual(3)`: the residual stream after decoder layer 3. `residual(-1)`, `residual(*)` and `residual(2:6)` index
       as in Python; `*` is every layer.
     - `model.layers.3.mlp`: a module's output, or the first tensor of it if the module returns several. The suffix
-      `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path.
+      `.output` is optional; `.input` selects the module's first input. A `*` matches any one part of the path. Of a
+      module that the model calls several times in a step, this is the first call: layers may share one, such as a
+      rotary embedding, and its path then has the number of the first of them.
 
     `when` is a condition on the positions, besides those that the intervention has itself.
 

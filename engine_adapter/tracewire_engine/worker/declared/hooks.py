@@ -39,6 +39,8 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
     declared: DeclaredRequests
     module: torch.nn.Module
     armed: set[str]
+    #: The number of the step in which the forward pass has come to a location last.
+    visited: dict[str, int]
     #: What the CUDA graph under capture has at its taps.
     captured: GraphKind = "broken"
     #: Under pipeline parallelism: which stage holds which module, and the locations that another stage serves
@@ -53,7 +55,7 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         """Turn `interleaver` into a `DeclaredInterleaver` over `module`, whose submodules its locations name."""
         interleaver.__class__ = cls
         interleaver.declared, interleaver.module, interleaver.armed = declared, module, set()
-        interleaver.skipped = {}
+        interleaver.skipped, interleaver.visited = {}, {}
 
     def arm(self, locations: Iterable[str]) -> None:
         """Install forward hooks at these locations, to reach them while no block runs."""
@@ -184,10 +186,22 @@ class DeclaredInterleaver(VLLMInterleaver, BlockServing):
         hook = self.declared.hooks.get(location)
         if self.busy or (hook is not None and self.is_sharded(location)):
             super().replay(location, live)
-        elif hook is not None and self.interleaving:
+        elif hook is not None and self.interleaving and self._first_visit(location):
             hook.replay(live)
 
+    def _first_visit(self, location: str) -> bool:
+        """Note that the step has come to a location. Returns whether it has not been there before.
+
+        A model may call one module several times, as layers that share a rotary embedding do.
+        """
+        step = self.declared.served.step
+        first = self.visited.get(location) != step
+        self.visited[location] = step
+        return first
+
     def _serve(self, hook: LocationHook, value: Any) -> Any:
+        if not self._first_visit(hook.location):
+            return value
         if not self.is_sharded(hook.location):
             hook.run(value)
             return value
