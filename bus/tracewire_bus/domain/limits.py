@@ -198,7 +198,7 @@ _CONTAINER_EXTENSIONS: Final = frozenset((TUPLE, SET, FROZENSET))
 _SET_EXTENSIONS: Final = frozenset((SET, FROZENSET))
 
 
-def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int:
+def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS) -> int:
     """Count the values in encoded data without decoding the data.
 
     The time depends on the number of values, not on their size. Data that is cut short is not an error here, but raises
@@ -208,6 +208,7 @@ def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int
         data: a message or a packed value.
         field: the part of the submission that `data` is, for the error.
         most: the limit on the number of values.
+        most_containers: the limit on the number of lists, dicts and arrays among them.
 
     Returns:
         the number of values, including keys and containers.
@@ -215,7 +216,7 @@ def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int
     Raises:
         LimitExceeded: `data` has more values, containers, or tuples as keys than allowed, or nests too deep.
     """
-    counter = _Counter(field, most)
+    counter = _Counter(field, most, most_containers)
     counter.count(memoryview(data), 0, False)
     return counter.values
 
@@ -223,9 +224,10 @@ def measure(data: bytes | memoryview, field: str, most: int = MAX_VALUES) -> int
 class _Counter:
     """Counts values, containers, and tuples that are keys, and raises when a count exceeds its limit."""
 
-    def __init__(self, field: str, most: int) -> None:
+    def __init__(self, field: str, most: int, most_containers: int) -> None:
         self._field = field
         self._most = most
+        self._most_containers = most_containers
         self.values = self._containers = self._tuples = 0
 
     def count(self, data: memoryview, depth: int, of_set: bool) -> None:
@@ -278,14 +280,14 @@ class _Counter:
                     left[-1] -= 1
             if (
                 self.values > self._most
-                or self._containers > MAX_CONTAINERS
+                or self._containers > self._most_containers
                 or self._tuples > MAX_TUPLES
                 or depth + len(left) > MAX_DEPTH
             ):
                 raise LimitExceeded(
                     self._field,
-                    f"more than {self._most} values, {MAX_CONTAINERS} lists, dicts and arrays or {MAX_TUPLES} keys "
-                    f"that are tuples, or nested deeper than {MAX_DEPTH}; pass many numbers as one array",
+                    f"more than {self._most} values, {self._most_containers} lists, dicts and arrays or {MAX_TUPLES} "
+                    f"keys that are tuples, or nested deeper than {MAX_DEPTH}; pass many numbers as one array",
                     self._reached(depth + len(left)),
                 )
 
@@ -293,7 +295,7 @@ class _Counter:
         """The name of the limit that is exceeded."""
         if depth > MAX_DEPTH:
             return "depth"
-        if self._containers > MAX_CONTAINERS:
+        if self._containers > self._most_containers:
             return "containers"
         return "tuple_keys" if self._tuples > MAX_TUPLES else "values"
 

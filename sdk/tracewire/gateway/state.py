@@ -33,6 +33,7 @@ class Gateway:
         sockets: the scopes of the WebSockets that end with their trace.
         endless: those of the others, whose clients go on at another gateway.
         closing: whether the gateway takes no new requests.
+        recordings: has one recording read after the other.
         running: how many requests run, streams included.
     """
 
@@ -49,6 +50,7 @@ class Gateway:
         self.metrics = Metrics()
         self.steer_times = SteerTimes()
         self.values = ValueIndex()
+        self.recordings = anyio.CapacityLimiter(1)
         self.closing = False
         self.running = 0
         self._idle = anyio.Event()

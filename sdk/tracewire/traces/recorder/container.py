@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from tracewire.errors import InvalidRecording
+from tracewire_bus.domain.limits import LimitExceeded, measure
 
 __all__ = ["MOST", "VERSION", "Content", "Engine", "parse_content", "read_content", "write_content"]
 
@@ -95,8 +96,8 @@ def read_content(path: str | PathLike[str]) -> Content:
     return parse_content(Path(path).read_bytes(), str(path))
 
 
-def parse_content(data: bytes, name: str, most: int = MOST) -> Content:
-    """Read the bytes of a file called `name`, which may unpack to `most` bytes.
+def parse_content(data: bytes, name: str, most: int = MOST, values: int | None = None) -> Content:
+    """Read the bytes of a file called `name`, which may unpack to `most` bytes, and to events of `values` values.
 
     Raises:
         InvalidRecording: it is none, is of a later version, is damaged, or unpacks to more.
@@ -118,9 +119,25 @@ def parse_content(data: bytes, name: str, most: int = MOST) -> Content:
         body = unpacker.decompress(packed, most)
         if not unpacker.eof:
             raise InvalidRecording(name, f"it is damaged, or unpacks to more than {most} bytes")
-        return _decoder.decode(body)
+        return _decoder.decode(body) if values is None else _counted(body, values)
+    except LimitExceeded:
+        why = f"it has more than {values} values, or its values nest too deep"
+        raise InvalidRecording(name, why) from None
     except (zlib.error, msgspec.MsgspecError) as error:
         raise InvalidRecording(name, f"it cannot be read: {error}") from error
+
+
+def _counted(body: bytes, most: int) -> Content:
+    """The content of a file that may have `most` values, each part counted before it is decoded.
+
+    Raises:
+        LimitExceeded: it has more.
+    """
+    left = most - measure(body, "recording", most, most)
+    content = _decoder.decode(body)
+    for data in (content.submission or b"", *(data for _, _, data in content.events)):
+        left -= measure(data, "recording", left, left)
+    return content
 
 
 def _checksum(head: bytes, packed: bytes) -> bytes:

@@ -75,13 +75,13 @@ class Recording:
         return cls(read_content(path))._checked(str(path))
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, most: int = MOST) -> Recording:
-        """Read the content of a file, which may unpack to `most` bytes.
+    def from_bytes(cls, data: bytes, *, most: int = MOST, values: int | None = None) -> Recording:
+        """Read the content of a file, which may unpack to `most` bytes. With `values`, its events may have so many.
 
         Raises:
             InvalidRecording: it is no recording, of a later version, damaged, or too large.
         """
-        return cls(parse_content(data, "", most))._checked("")
+        return cls(parse_content(data, "", most, values))._checked("")
 
     def _checked(self, name: str) -> Recording:
         try:

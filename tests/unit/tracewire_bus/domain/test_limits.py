@@ -91,6 +91,14 @@ def test_values_are_counted_before_they_are_decoded() -> None:
     assert caught.value.field == "live"
 
 
+def test_lists_are_counted_apart() -> None:
+    encoded = msgspec.msgpack.encode([[]] * limits.MAX_CONTAINERS)
+    with pytest.raises(LimitExceeded) as caught:
+        measure(encoded, "live")
+    assert caught.value.limit == "containers"
+    assert measure(encoded, "live", most_containers=limits.MAX_CONTAINERS + 1) == limits.MAX_CONTAINERS + 1
+
+
 def test_what_nests_too_deep_is_refused() -> None:
     def nested(depth: int) -> bytes:
         return b"\x91" * depth + b"\x90"

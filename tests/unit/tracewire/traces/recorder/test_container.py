@@ -8,7 +8,7 @@ import pytest
 
 from tracewire.errors import InvalidRecording
 from tracewire.traces.recorder import container
-from tracewire.traces.recorder.container import Content, read_content, write_content
+from tracewire.traces.recorder.container import Content, parse_content, read_content, write_content
 
 
 @pytest.fixture
@@ -61,3 +61,25 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         write_content(tmp_path / "folder", Content(trace="t", model="m", made_at=0.0))
     assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("part", ["events", "submission", "arrays", "one event"])
+def test_values_are_counted_before_they_are_decoded(tmp_path: Path, part: str) -> None:
+    many = b"\xdd" + (1000).to_bytes(4, "big") + b"\x80" * 1000
+    content = Content(trace="t", model="m", made_at=0.0)
+    match part:
+        case "events":
+            content.events = [("event", "2.6", b"")] * 300
+        case "one event":
+            content.events = [("event", "2.6", many)]
+        case "submission":
+            content.submission = many
+        case "arrays":
+            content.arrays = {str(one): b"" for one in range(600)}
+    write_content(tmp_path / "file", content)
+    data = (tmp_path / "file").read_bytes()
+    assert parse_content(data, "file", values=2000) == content
+    with pytest.raises(InvalidRecording, match="more than 1000 values"):
+        parse_content(data, "file", values=1000)
+    # Without a limit, a file of one's own may have any number.
+    assert parse_content(data, "file") == content
