@@ -21,6 +21,7 @@ from tracewire import ArrayRef, Live, TraceRejected, digest
 from tracewire.traces.large import fetched
 from tracewire_bus.domain.python_source import parse_source
 from tracewire_bus.wire.arrays import array_from_raw, array_of, raw_bytes
+from tracewire_bus.wire.ids import is_encodable
 from tracewire_bus.wire.kinds import Unsavable, is_array
 from tracewire_bus.wire.messages import Block, Declared, Helper
 from tracewire_bus.wire.packing import pack
@@ -138,9 +139,30 @@ def values_of(values: Mapping[str, Any], field: str, *, arrays: bool = False) ->
     return found
 
 
+def _check_texts(value: Any, field: str, depth: int = 0) -> None:
+    """Check that all texts of a JSON value can be sent.
+
+    Raises:
+        TraceRejected: one has half of a surrogate pair, or the value nests too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise TraceRejected(field, "the value nests too deep")
+    if isinstance(value, str):
+        if not is_encodable(value):
+            raise TraceRejected(field, "expected text, got half of a surrogate pair")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if not is_encodable(name):
+                raise TraceRejected(field, "expected names of text, got half of a surrogate pair in one")
+            _check_texts(one, f"{field}.{name}", depth + 1)
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            _check_texts(one, f"{field}[{index}]", depth + 1)
+
+
 def _array_of(value: dict[str, Any], field: str) -> np.ndarray[Any, Any]:
     dtype, shape, text = value["dtype"], value["shape"], value["base64"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise TraceRejected(f"{field}.dtype", f"expected one of {', '.join(sorted(DTYPES))}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
         raise TraceRejected(f"{field}.shape", "expected a list of sizes")
@@ -178,6 +200,8 @@ def interventions_of(given: Sequence[Any], field: str) -> list[Declared]:
         if not isinstance(one, dict):
             raise TraceRejected(where, 'expected an object such as {"do": "probe", "name": ..., "at": ...}')
         _refuse_unknown(one, _kind_of(one, where), where)
+        # A vector's numbers are no texts, and may be many.
+        _check_texts({name: value for name, value in one.items() if not _is_numbers(name, value)}, where)
         vectors = {name: one[name] for name in _VECTORS if isinstance(one.get(name), list | dict)}
         arrays = {name: _vector_of(value, f"{where}.{name}") for name, value in vectors.items()}
         try:
@@ -189,6 +213,10 @@ def interventions_of(given: Sequence[Any], field: str) -> list[Declared]:
             raise TraceRejected(where + name, _AT.sub("", text)) from None
         found.append(msgspec.structs.replace(plain, **arrays))
     return found
+
+
+def _is_numbers(name: str, value: Any) -> bool:
+    return name in _VECTORS and isinstance(value, list)
 
 
 def _kind_of(given: Mapping[str, Any], where: str) -> type[Declared]:
@@ -240,6 +268,8 @@ def block_of(given: Mapping[str, Any], field: str) -> Block:
     Raises:
         TraceRejected: it is malformed.
     """
+    # The variables are packed, which checks them.
+    _check_texts({name: value for name, value in given.items() if name != "variables"}, field)
     try:
         body = msgspec.convert(given, BlockBody)
     except msgspec.ValidationError as error:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from tracewire_bus.wire.ids import is_encodable
+
 from .bodies import Biases, Body, ChatBody, Extension, Items, NotServed, OfVllm, Text, by_first_fault
 from .problems import Problem
 
@@ -62,6 +64,10 @@ class FunctionChoice(Body):
     name: str = Field(min_length=1)
 
 
+def _is_metadatum(name: str, text: Any) -> bool:
+    return isinstance(text, str) and is_encodable(name) and is_encodable(text)
+
+
 class ResponsesBody(OfVllm):
     """A request for a response. The last fields have no effect."""
 
@@ -115,7 +121,7 @@ class ResponsesBody(OfVllm):
     truncation: Literal["disabled"] | None = None
     stream_options: NotServed = None
     store: bool | None = None
-    metadata: Annotated[dict[str, str] | None, by_first_fault(lambda _, text: isinstance(text, str))] = None
+    metadata: Annotated[dict[Text, Text] | None, by_first_fault(_is_metadatum)] = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -190,7 +190,7 @@ def _array(name: str, field: str, value: Any, dimensions: tuple[int, ...]) -> np
 
     try:
         array = array_of(value) if is_array(value) else np.asarray(value, np.float32)
-    except (Unsavable, TypeError, ValueError) as error:
+    except (Unsavable, TypeError, ValueError, OverflowError) as error:
         raise InvalidEntry(name, field, f"expected an array of numbers: {error}") from None
     if array.dtype == np.float64:
         array = array.astype(np.float32)

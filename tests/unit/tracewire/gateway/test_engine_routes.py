@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -66,6 +67,9 @@ async def test_edits_are_installed_listed_and_removed(engine: Engine, http: http
         assert again.json()["block"] == "watch"
         wrong = await http.put(path, json={"interventions": [{**steer, "at": "nowhere"}]})
         assert (wrong.status_code, wrong.json()["field"]) == (422, "interventions[0].at")
+        probe = json.dumps({"interventions": [{"do": "probe", "name": "\ud800", "at": "residual(1)"}]})
+        wrong = await http.put(path, content=probe, headers={"Content-Type": "application/json"})
+        assert (wrong.status_code, wrong.json()["field"]) == (422, "interventions[0].name")
         stale = await http.delete(path, headers={"If-Match": made.headers["ETag"]})
         assert (stale.status_code, stale.json()["field"]) == (412, "If-Match")
         assert (await http.delete(path, headers={"If-Match": again.headers["ETag"]})).status_code == 204

@@ -78,6 +78,8 @@ ONES = {"dtype": "float32", "shape": [2], "base64": RAW}
     ("value", "field"),
     [
         ({"dtype": "object", "shape": [2], "base64": RAW}, "live.x.dtype"),
+        ({"dtype": ["float32"], "shape": [2], "base64": RAW}, "live.x.dtype"),
+        ({"dtype": {}, "shape": [2], "base64": RAW}, "live.x.dtype"),
         ({"dtype": "float32", "shape": [-2], "base64": RAW}, "live.x.shape"),
         ({"dtype": "float32", "shape": [3], "base64": RAW}, "live.x.base64"),
         ({"dtype": "float32", "shape": [2], "base64": "?"}, "live.x.base64"),
@@ -99,6 +101,8 @@ def test_values_that_nest_too_deep() -> None:
         value = [value]
     with pytest.raises(TraceRejected, match="too deep"):
         value_of(value, "live")
+    with pytest.raises(TraceRejected, match="too deep"):
+        interventions_of([{"do": "probe", "name": value, "at": "x"}], "interventions")
 
 
 def test_interventions() -> None:
@@ -133,6 +137,10 @@ def test_interventions() -> None:
         ({"do": "steer", "at": "x", "vector": ["a"]}, "interventions[0].vector"),
         ({"do": "steer", "at": "x", "vector": {"alive": 1}}, "interventions[0].vector"),
         ({"do": "steer", "at": "x", "vector": [1], "positions": "some"}, "interventions[0].positions"),
+        ({"do": "probe", "name": "\ud800", "at": "x"}, "interventions[0].name"),
+        ({"do": "probe", "name": "a", "at": "x\ud800"}, "interventions[0].at"),
+        ({"do": "steer", "at": "x", "vector": {"live": "\ud800"}}, "interventions[0].vector.live"),
+        ({"do": "steer", "at": "x", "vector": [1], "scale": {"\ud800": 1}}, "interventions[0].scale"),
     ],
 )
 def test_what_is_no_intervention(given: Any, field: str) -> None:
@@ -152,6 +160,11 @@ def test_what_is_no_intervention(given: Any, field: str) -> None:
         ({"source": "x", "sauce": 1}, "block"),
         ({"source": "x", "variables": {"n": 2**70}}, None),
         ({"source": "x", "helpers": [{"name": "f"}]}, "block.helpers[0]"),
+        ({"source": "x", "name": "\ud800"}, "block.name"),
+        ({"source": "x", "filename": "\ud800"}, "block.filename"),
+        ({"source": "x", "helpers": [{"name": "\ud800"}]}, "block.helpers[0].name"),
+        ({"source": "x", "imports": {"\ud800": ["a", "b"]}}, "block.imports"),
+        ({"source": "x", "modules": {"a": "\ud800"}}, "block.modules.a"),
     ],
 )
 def test_what_is_no_block(given: Any, field: str | None) -> None:

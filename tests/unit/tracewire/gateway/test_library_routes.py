@@ -70,6 +70,8 @@ async def test_arrays_by_layer_and_autoencoders(http: httpx.AsyncClient, client:
     [
         ("calm", {"arrays": [[1.0]]}, 422, "arrays"),
         ("calm", {"arrays": ["a"]}, 422, "arrays"),
+        ("calm", {"arrays": [10**400]}, 422, "arrays"),
+        ("calm", {"arrays": {"dtype": ["float32"], "shape": [2], "base64": "AAAA"}}, 422, "arrays.dtype"),
         ("calm", {"arrays": {"dtype": "float32", "shape": [2], "base64": "AAAA"}}, 422, "arrays.base64"),
         ("calm", {"arrays": {"weight": [1.0]}}, 422, "arrays"),
         ("calm", {"arrays": [1.0], "kind": "matrix"}, 422, "kind"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,19 @@ async def test_what_is_not_served_is_refused_by_name(
         with pytest.raises(openai.BadRequestError) as raised:
             await api.responses.create(model="tiny", input="x", extra_body=body)
         assert raised.value.param == param, raised.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\ud800": "a"}])
+async def test_metadata_that_cannot_be_sent_are_refused_before_anything_runs(
+    metadata: dict[str, str], stream: bool, engine: Engine, served: Served
+) -> None:
+    body = json.dumps({"model": "tiny", "input": "x", "stream": stream, "metadata": metadata})
+    async with engine(tiny) as scripted, served.http() as http:
+        answer = await http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("metadata")
+    assert scripted.taken == []
 
 
 async def test_a_response_that_is_none_is_not_found(engine: Engine, served: Served) -> None:

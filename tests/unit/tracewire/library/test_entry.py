@@ -44,6 +44,7 @@ def test_arrays_of_each_kind(kind: str, given: Any, names: list[str]) -> None:
         ("vector", {-1: VECTOR}, "arrays", "got the key -1"),
         ("vector", {1: VECTOR, 2: VECTOR[:4]}, "arrays", "one shape for all layers"),
         ("vector", "text", "arrays", "expected an array of numbers"),
+        ("vector", [10**400], "arrays", "expected an array of numbers"),
         ("vector", [np.nan], "arrays", "NaN or an infinity"),
         ("vector", np.array(["a"]), "arrays", "expected an array of numbers"),
         ("subspace", VECTOR, "arrays", "expected shape [rows, hidden]"),
