@@ -14,7 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tracewire import Final, Gap, Item, Output, Restarted, Result, Trace, TracewireError, UnknownModel, Values
+from tracewire import (
+    Final,
+    Gap,
+    Item,
+    Output,
+    Restarted,
+    Result,
+    Trace,
+    TraceRejected,
+    TracewireError,
+    UnknownModel,
+    Values,
+)
 from tracewire.traces.output import merged
 from tracewire_bus.log_fields import add_log_fields
 from tracewire_bus.wire.messages import SHARED_INVOKE, Usage
@@ -193,13 +205,17 @@ class Completion:
 
     async def _started(self) -> Trace:
         """The trace, accepted by an engine or waiting for one. Closed again if it is not returned."""
-        trace = self._made(self.gateway.base_of(self.body.model))
+        name = self.body.model
+        trace = self._made(self.gateway.base_of(name))
         try:
             with self.gateway.patience():
                 try:
                     await trace.start()
-                except UnknownModel as error:
-                    trace = self._made(await self.gateway.find_base(error))
+                except (UnknownModel, TraceRejected) as error:
+                    if isinstance(error, TraceRejected) and error.field != "lora":
+                        raise
+                    # The name is that of an adapter, which may have moved to another model since.
+                    trace = self._made(await self.gateway.find_base(UnknownModel(name, ())))
                     await trace.start()
             if self.body.stream:
                 # An engine that refuses the trace says so with a status, if it comes to it in time.

@@ -196,6 +196,9 @@ def _openai_field(field: str) -> str:
     if field.startswith(_SAMPLING):
         return field.removeprefix(_SAMPLING)
     head = re.split(r"[.\[]", field, maxsplit=1)[0]
+    if head == "lora":
+        # The adapter's name stands there.
+        return "model"
     if head in _PLAIN or not head:
         return field
     return f"tracewire.{field}"

@@ -122,11 +122,12 @@ class Gateway:
             UnknownModel: it is not.
         """
         self._bases.pop(error.model, None)
-        for info in await self.client.models.list():
+        models = await self.client.models.list()
+        for info in models:
             if error.model in info.loras:
                 self._bases[error.model] = info.name
                 return info.name, error.model
-        raise error
+        raise UnknownModel(error.model, [info.name for info in models])
 
     def admit_order(self, caller: Caller, text: str) -> None:
         """Check an order over a WebSocket against the limits of its key, as a request is checked.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -189,6 +190,52 @@ async def test_an_adapters_name_is_a_model(engine: Engine, served: Served) -> No
             answer = await api.completions.create(model="poet", prompt="x")
             assert answer.model == "poet"
         assert [(taken.model, taken.invokes[0].lora) for taken in scripted.taken] == [("tiny", "poet")] * 2
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_an_adapter_that_moves_to_another_model_is_found_there(
+    engine: Engine, served: Served, stays: bool
+) -> None:
+    async with served.openai() as api:
+        async with engine(loras=["poet"]):
+            await api.completions.create(model="poet", prompt="x")
+        async with AsyncExitStack() as stack:
+            if stays:
+                await stack.enter_async_context(engine(engine="without"))
+            other = await stack.enter_async_context(engine(model="other", loras=["poet"]))
+
+            async def is_taken() -> bool:
+                # As long as the client takes the first engine for one that runs, the trace waits for it.
+                try:
+                    extra = {"tracewire": {"deadline": 0.2}}
+                    await api.completions.create(model="poet", prompt="x", extra_body=extra)
+                except openai.APIStatusError as error:
+                    if error.status_code != 408:
+                        raise
+                return bool(other.taken)
+
+            await until(is_taken)
+            assert (await api.completions.create(model="poet", prompt="x")).model == "poet"
+            assert {(taken.model, taken.invokes[0].lora) for taken in other.taken} == {("other", "poet")}
+
+
+async def test_an_adapter_that_is_gone_is_no_model(engine: Engine, served: Served) -> None:
+    async with served.openai() as api:
+        async with engine(loras=["poet"]):
+            await api.completions.create(model="poet", prompt="x")
+        async with engine(engine="without"):
+            statuses: list[int] = []
+
+            async def is_gone() -> bool:
+                try:
+                    extra = {"tracewire": {"deadline": 0.2}}
+                    await api.completions.create(model="poet", prompt="x", extra_body=extra)
+                except openai.APIStatusError as error:
+                    statuses.append(error.status_code)
+                return 404 in statuses
+
+            await until(is_gone)
+            assert 400 not in statuses
 
 
 @pytest.mark.parametrize(

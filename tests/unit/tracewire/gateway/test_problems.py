@@ -55,6 +55,7 @@ def test_fields_are_those_of_the_body() -> None:
         "sampling.temperature": "temperature",
         "interventions[0].at": "tracewire.interventions[0].at",
         "live.alpha": "tracewire.live.alpha",
+        "lora": "model",
         "prompts[1]": "prompts[1]",
     }.items():
         assert of_error(errors.TraceRejected(field, "no"), openai=True).field == name
