@@ -7,10 +7,12 @@ keys while traffic runs.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -308,19 +310,36 @@ class Keyring:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the keyring from reading it to writing it. Other processes that change it wait meanwhile.
+
+        The lock is of a file beside the keyring, since each `write` puts another file in the keyring's place. It is
+        not held twice: `add` takes it.
+
+        Raises:
+            KeyFileError: the file cannot be locked.
+        """
+        lock = _locked(self.path.with_name(f".{self.path.name}.lock"))
+        try:
+            yield
+        finally:
+            os.close(lock)
+
     def add(self, key: Key) -> None:
         """Add a key, and write the file.
 
         Raises:
             KeyFileError: there is a key of this id, or the file cannot be read or written.
         """
-        keys = self.listed()
-        if any(one.id == key.id for one in keys):
-            raise KeyFileError(f"{self.path} has a key {key.id!r} already")
-        self.write([*keys, key])
+        with self.changing():
+            keys = self.listed()
+            if any(one.id == key.id for one in keys):
+                raise KeyFileError(f"{self.path} has a key {key.id!r} already")
+            self.write([*keys, key])
 
     def write(self, keys: list[Key]) -> None:
-        """Write the file with these keys.
+        """Write the file with these keys. Who has read them from it does both within `changing`.
 
         Raises:
             KeyFileError: a key is malformed, or the file cannot be written.
@@ -346,6 +365,20 @@ def new_key(path: Path, id: str, tenant: str, rights: list[str], quotas: dict[st
         raise KeyFileError(f"{path} exists already")
     _write(path, msgspec.json.encode(content), 0o600)
     return key
+
+
+def _locked(path: Path) -> int:
+    """The descriptor of a file that this process alone has locked, until it closes it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror}") from error
+    return descriptor
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,14 @@ async def _new(options: argparse.Namespace) -> int:
     until = None if options.days is None else time.time() + options.days * 86400
     try:
         ring = None if options.keyring is None else Keyring(options.keyring)
-        if ring is not None and any(one.id == options.id for one in ring.listed()):
-            raise KeyFileError(f"{ring.path} has a key {options.id!r} already")
-        key = _made(options.to, options.id, options.tenant or options.id, rights, _quotas(options.quota))
-        key = msgspec.structs.replace(key, valid_until=until)
-        if ring is not None:
-            ring.add(key)
+        with nullcontext() if ring is None else ring.changing():
+            known = [] if ring is None else ring.listed()
+            if any(one.id == options.id for one in known):
+                raise KeyFileError(f"{options.keyring} has a key {options.id!r} already")
+            key = _made(options.to, options.id, options.tenant or options.id, rights, _quotas(options.quota))
+            key = msgspec.structs.replace(key, valid_until=until)
+            if ring is not None:
+                ring.write([*known, key])
     except KeyFileError as error:
         remark(f"tracewire: {error}")
         return 1
@@ -139,30 +142,39 @@ async def _revoke(options: argparse.Namespace) -> int:
 async def _rotate(options: argparse.Namespace) -> int:
     ring = Keyring(options.keyring)
     try:
-        old = next((key for key in ring.listed() if key.id == options.id), None)
-        if old is None or old.revoked is not None:
-            raise KeyFileError(f"{ring.path} has no valid key {options.id!r}")
-        taken = {key.id for key in ring.listed()}
-        base = options.id.rpartition("-")[0] if options.id.rpartition("-")[2].isdecimal() else options.id
-        id = next(name for number in range(2, len(taken) + 3) if (name := f"{base}-{number}") not in taken)
-        new = _made(options.to, id, old.tenant, old.rights, old.quotas)
-        ends = time.time() + options.grace
-        until = ends if old.valid_until is None else min(ends, old.valid_until)
-        kept = [msgspec.structs.replace(key, valid_until=until) if key is old else key for key in ring.listed()]
-        ring.write([*kept, new])
+        with ring.changing():
+            new = _rotated(ring, options)
     except KeyFileError as error:
         remark(f"tracewire: {error}")
         return 1
     return _told(options, new)
 
 
+def _rotated(ring: Keyring, options: argparse.Namespace) -> Key:
+    """The new key. The keyring has it, and the end of the old one."""
+    known = ring.listed()
+    old = next((key for key in known if key.id == options.id), None)
+    if old is None or old.revoked is not None:
+        raise KeyFileError(f"{ring.path} has no valid key {options.id!r}")
+    taken = {key.id for key in known}
+    base = options.id.rpartition("-")[0] if options.id.rpartition("-")[2].isdecimal() else options.id
+    id = next(name for number in range(2, len(taken) + 3) if (name := f"{base}-{number}") not in taken)
+    new = _made(options.to, id, old.tenant, old.rights, old.quotas)
+    ends = time.time() + options.grace
+    until = ends if old.valid_until is None else min(ends, old.valid_until)
+    kept = [msgspec.structs.replace(key, valid_until=until) if key is old else key for key in known]
+    ring.write([*kept, new])
+    return new
+
+
 def _changed(options: argparse.Namespace, change: Any) -> int:
     ring = Keyring(options.keyring)
     try:
-        keys = ring.listed()
-        if not any(key.id == options.id for key in keys):
-            raise KeyFileError(f"{ring.path} has no key {options.id!r}")
-        ring.write([change(key) if key.id == options.id else key for key in keys])
+        with ring.changing():
+            keys = ring.listed()
+            if not any(key.id == options.id for key in keys):
+                raise KeyFileError(f"{ring.path} has no key {options.id!r}")
+            ring.write([change(key) if key.id == options.id else key for key in keys])
     except KeyFileError as error:
         remark(f"tracewire: {error}")
         return 1

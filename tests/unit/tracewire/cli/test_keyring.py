@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from tracewire.cli.main import main
+from tracewire_bus.domain import identity
 from tracewire_bus.domain.identity import Keyring, SignatureRefused, Signer
 from tracewire_bus.wire.signing import unwrap
 
@@ -92,3 +95,56 @@ def test_without_cryptography_a_key_is_refused_in_words(
     assert main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(tmp_path / "a.key")]) == 1
     assert "pip install 'tracewire[signing]'" in capsys.readouterr().err
     assert not (tmp_path / "a.key").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "left"),
+    [
+        (["revoke", "alice"], ["revoke", "bob"], {"alice": True, "bob": True}),
+        (["rotate", "alice", "--to", "A"], ["revoke", "bob"], {"alice": False, "alice-2": False, "bob": True}),
+        (["new", "carol", "--to", "A"], ["new", "dave", "--to", "B"], dict.fromkeys(("carol", "dave"), False)),
+        (["new", "carol", "--to", "A"], ["revoke", "bob"], {"carol": False, "bob": True}),
+    ],
+    ids=["revoke revoke", "rotate revoke", "new new", "new revoke"],
+)
+def test_commands_that_change_a_keyring_at_once_lose_nothing(
+    first: list[str],
+    second: list[str],
+    left: dict[str, bool],
+    ring: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second begins when the first has read the keyring, and is about to write it."""
+    for id in ("alice", "bob"):
+        assert main(["keys", "new", id, "--keyring", str(ring), "--to", str(tmp_path / f"{id}.key")]) == 0
+    statuses: list[int] = []
+    waits, write, flock = threading.Event(), identity._write, fcntl.flock
+
+    def run(given: list[str]) -> None:
+        named = [str(tmp_path / f"{one}.key") if one in ("A", "B") else one for one in given]
+        statuses.append(main(["keys", *named, "--keyring", str(ring)]))
+
+    def other() -> None:
+        run(second)
+        waits.set()
+
+    def locks(*given: int) -> None:
+        if threading.current_thread() is beside:
+            waits.set()
+        flock(*given)
+
+    def writes(path: Path, *given: bytes) -> None:
+        if path == ring and not beside.ident:
+            beside.start()
+            assert waits.wait(60)
+        write(path, *given)  # type: ignore[arg-type]
+
+    beside = threading.Thread(target=other)
+    monkeypatch.setattr(identity, "_write", writes)
+    monkeypatch.setattr(fcntl, "flock", locks)
+    run(first)
+    beside.join(60)
+    assert statuses == [0, 0]
+    found = {key.id: key.revoked is not None for key in Keyring(ring).listed()}
+    assert {id: found.get(id) for id in left} == left

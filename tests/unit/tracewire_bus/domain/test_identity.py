@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,41 @@ def test_two_keys_of_one_id_are_refused(keys: Identities) -> None:
     keys.ring.write([one, one])
     with pytest.raises(KeyFileError, match="two keys have one id"):
         Keyring(keys.ring.path).listed()
+
+
+def test_a_key_is_added_to_what_others_have_written_meanwhile(
+    keys: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes when the first has read the keyring, and waits until the first has written it."""
+    one = keys.ring.listed()[0]
+    waits, write, flock = threading.Event(), identity._write, fcntl.flock
+
+    def add() -> None:
+        Keyring(keys.ring.path).add(msgspec.structs.replace(one, id="second"))
+        waits.set()
+
+    def locks(*given: int) -> None:
+        if threading.current_thread() is beside:
+            waits.set()
+        flock(*given)
+
+    def writes(*given: Any) -> None:
+        if not beside.ident:
+            beside.start()
+            assert waits.wait(60)
+        write(*given)
+
+    beside = threading.Thread(target=add)
+    monkeypatch.setattr(identity, "_write", writes)
+    monkeypatch.setattr(fcntl, "flock", locks)
+    Keyring(keys.ring.path).add(msgspec.structs.replace(one, id="first"))
+    beside.join(60)
+    assert {"first", "second"} <= {key.id for key in Keyring(keys.ring.path).listed()}
+
+
+def test_a_keyring_that_cannot_be_locked_is_named(keys: Identities, tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"none/\.ring\.json\.lock: No such file"):
+        Keyring(tmp_path / "none" / "ring.json").add(keys.ring.listed()[0])
 
 
 def test_a_key_file_s_error_shows_nothing_of_the_key(keys: Identities, tmp_path: Path) -> None:
