@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tracewire.client import Client
     from tracewire_bus.store.guard_marks import GuardMarks
 
-__all__ = ["Acting", "Guarding"]
+__all__ = ["Acting", "Guarding", "patiently"]
 
 logger = logging.getLogger("tracewire")
 
@@ -85,7 +85,7 @@ class Acting:
                 line.outcome, line.reason = "failed", str(error)
                 logger.warning("guard: trace %s, rule %s: %s", alarm.trace_id, rule.name, error)
             done = f"{line.outcome} {line.do}".strip()
-            await _patiently(lambda: self._mark(alarm, done))
+            await patiently(lambda: self._mark(alarm, done))
         line.time, line.seconds = time.time(), anyio.current_time() - began
         await self._audit.write(line)
         self.handled += 1
@@ -115,7 +115,7 @@ class Acting:
             line.outcome, line.reason = "failed", f"{decision.do}: {error}"
         finally:
             if line.paused and line.do != "cancel":
-                await _patiently(lambda: self._guard.client.resume(alarm.trace_id, by=author, paused_by=author))
+                await patiently(lambda: self._guard.client.resume(alarm.trace_id, by=author, paused_by=author))
 
     def _author(self, rule: Rule) -> str:
         return f"guard:{self._guard.rules.group}/{rule.name}"
@@ -123,7 +123,7 @@ class Acting:
     async def _pause(self, rule: Rule, alarm: Alarm, line: AuditLine, author: str) -> bool:
         """Pause the trace. Returns `False` if another client has paused it, whose pause stays."""
         timeout = rule.timeout + _GRACE_S
-        paused = await _patiently(
+        paused = await patiently(
             lambda: self._guard.client.pause(alarm.trace_id, by=author, timeout=timeout, on_timeout=rule.on_timeout)
         )
         if paused and alarm.time:
@@ -147,10 +147,10 @@ class Acting:
         client, trace = self._guard.client, alarm.trace_id
         line.do, line.live, line.reason = decision.do, dict(decision.live), decision.reason
         if decision.do == "steer":
-            await _patiently(lambda: client.steer(trace, decision.live, by=author))
+            await patiently(lambda: client.steer(trace, decision.live, by=author))
         elif decision.do == "cancel":
             reason = decision.reason or f"{alarm.rule}: {alarm.save} is {alarm.value:g} at token {alarm.token}"
-            if not await _patiently(lambda: client.cancel(trace, reason, by=author)):
+            if not await patiently(lambda: client.cancel(trace, reason, by=author)):
                 raise TraceEnded(trace)
 
     async def _beyond(self, rule: Rule, alarm: Alarm, line: AuditLine, author: str) -> None:
@@ -163,7 +163,7 @@ class Acting:
             line.do = rule.on_timeout
 
 
-async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Call until Redis answers."""
     while True:
         try:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tracewire.checks import check_text
-from tracewire.error_mapping import connect_error
+from tracewire.error_mapping import bus_errors, connect_error
 from tracewire_bus.bus import BusError
 from tracewire_bus.store.guard_marks import GuardMarks
 from tracewire_bus.transport.errors import first_error
 
-from .acting import Acting, Guarding
+from .acting import Acting, Guarding, patiently
 from .alarm import Alarm, Decision
 from .asking import Asker, Terminal, asker
 from .audit import AuditLine, GuardAudit
@@ -111,12 +111,16 @@ class Guard:
         audit = GuardAudit(rules.audit, self._bus)
         acting = Acting(guarding, self._marks, audit)
 
+        async def acknowledge(place: Any) -> None:
+            with bus_errors():
+                await watch.acknowledge(place)
+
         async def follow(event: Lifecycle, place: Any) -> None:
             """Read a trace to its end, and act on its alarms."""
             followed = FollowedTrace(guarding, event, acting, lambda: watch.is_kept(place))
             try:
                 if await followed.run():
-                    await watch.acknowledge(place)
+                    await patiently(lambda: acknowledge(place))
             finally:
                 del self._followed[event.trace_id]
                 acting.forget(event.trace_id)

@@ -20,6 +20,8 @@ from tests.support.until import until
 from tracewire import Client, Guard, Paused, Resumed
 from tracewire.guards.rules import read_rules
 from tracewire_bus.bus import Bus
+from tracewire_bus.store.watch_groups import GroupWatch
+from tracewire_bus.transport.errors import BusUnavailable
 
 from .conftest import Guarded
 
@@ -173,6 +175,29 @@ async def test_what_a_dead_guard_paused_is_taken_over_by_another(
                     assert found([_plain(line) for line in guard.lines]) == {name: alarms_of(name, TOKENS)}
         finally:
             ended(process)
+
+
+async def test_a_guard_whose_acknowledgement_redis_does_not_answer_asks_again(
+    client: Client, bus: Bus, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on with its other traces, and acknowledges this one when Redis is back."""
+    alarms = {name: tokens for name, tokens in ran(20).items() if tokens}
+    whole, refused = GroupWatch.acknowledge, list[Any]()
+
+    async def acknowledge(self: GroupWatch, place: Any) -> None:
+        if len(refused) < 2:
+            refused.append(place)
+            raise BusUnavailable("away")
+        await whole(self, place)
+
+    monkeypatch.setattr(GroupWatch, "acknowledge", acknowledge)
+    with anyio.fail_after(PATIENCE):
+        async with serving(bus, ScriptedEngine(partial(anyio.sleep, 0.005)), info(capacity=64)), guarded() as guard:
+            await run_traces(client, alarms)
+            await until(lambda: _nothing_pending(bus))
+            assert found([_plain(line) for line in guard.lines]) == alarms
+            await until(lambda: not guard.following)
+    assert len(refused) == 2
 
 
 @pytest.mark.parametrize("then", ["resume", "cancel"])
