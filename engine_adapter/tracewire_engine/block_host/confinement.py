@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["confine", "die_with_parent"]
+__all__ = ["MOST_THREADS", "confine", "die_with_parent"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,8 +25,9 @@ _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP = 1, 4, 3
 _FILTER = 2
 _NEW_USERS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 
-#: A user without rights, to which a process of root changes.
-_NOBODY = 65534
+#: A user without rights, to which a process of root changes; and how many threads all processes of that user have at
+#: most.
+_NOBODY, MOST_THREADS = 65534, 4096
 
 #: The audit architecture, and the numbers of the refused system calls: on x86-64 and on arm64.
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -87,7 +88,7 @@ _REFUSED = {
     "setuid": (105, 146),
     "setgid": (106, 144),
 }
-_CLONE, _CLONE3 = (56, 220), (435, 435)
+_CLONE, _CLONE3, _PRCTL = (56, 220), (435, 435), (157, 167)
 _CLONE_THREAD = 0x00010000
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -178,6 +179,8 @@ def _limit(memory: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NICE, 0),
+        # Another user than root shares this limit with the engine.
+        *([(resource.RLIMIT_NPROC, MOST_THREADS)] if os.getuid() == _NOBODY else []),
     ):
         resource.setrlimit(limit, (most, most))
 
@@ -217,14 +220,14 @@ def _refuse_calls() -> None:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
     column = 0 if machine == "x86_64" else 1
     numbers = sorted(found for one in _REFUSED.values() if (found := one[column]) is not None)
-    code = _filter(audit, numbers, _CLONE[column], _CLONE3[column])
+    code = _filter(audit, numbers, _CLONE[column], _CLONE3[column], _PRCTL[column])
     program = b"".join(struct.pack("<HBBI", *line) for line in code)
     held = ctypes.create_string_buffer(program, len(program))
     described = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(held)))
     _control(_SET_SECCOMP, _FILTER, ctypes.addressof(described))
 
 
-def _filter(audit: int, refused: list[int], clone: int, clone3: int) -> list[tuple[int, int, int, int]]:
+def _filter(audit: int, refused: list[int], clone: int, clone3: int, prctl: int) -> list[tuple[int, int, int, int]]:
     """A program of the kernel's packet filter: each line an operation, two jumps and a value."""
     no = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     lines = [
@@ -239,6 +242,12 @@ def _filter(audit: int, refused: list[int], clone: int, clone3: int) -> list[tup
     for number in refused:
         lines += [(_EQUAL, 0, 1, number), no]
     lines += [
+        # The death signal stays: a process without one would outlive the engine.
+        (_EQUAL, 0, 4, prctl),
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 0, 1, _SET_DEATH_SIGNAL),
+        no,
+        (_RETURN, 0, 0, _ALLOW),
         # The C library falls back to the older call, whose flags can be looked at.
         (_EQUAL, 0, 1, clone3),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),

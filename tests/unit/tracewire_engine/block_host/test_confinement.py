@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -47,22 +48,49 @@ ATTEMPTS = textwrap.dedent(
     for name, number in (("ptrace", 101), ("unshare", 272), ("clone", 56), ("vm", 310), ("io_uring", 425)):
         if os.uname().machine == "x86_64":
             found[name] = "PermissionError" if libc.syscall(number, 0, 0, 0, 0, 0) < 0 else ""
+    for name, option in (("outlives its parent", 1), ("has a name", 15)):
+        done = libc.prctl(option, ctypes.c_char_p(b"name") if option == 15 else 0, 0, 0, 0)
+        found[name] = "PermissionError" if done < 0 else ""
     os.write(1, json.dumps(found).encode())
     os._exit(0)
     """
 )
 
-ALLOWED = {"computes", "threads", "imports", "ends first"}
+THREADS = textwrap.dedent(
+    """
+    import os, sys, threading
+    from tracewire_engine.block_host import confinement
+
+    # As a process of root does whose libraries that user can read.
+    os.setresgid(*[confinement._NOBODY] * 3)
+    os.setresuid(*[confinement._NOBODY] * 3)
+    confinement._limit(8 << 30)
+    threading.stack_size(32768)
+    ended, started = threading.Event(), 0
+    try:
+        for started in range(confinement.MOST_THREADS + 1):
+            threading.Thread(target=ended.wait, daemon=True).start()
+        print("any number")
+    except RuntimeError:
+        print("as many as may be" if started > 100 else started)
+    sys.stdout.flush()
+    os._exit(0)
+    """
+)
+
+ALLOWED = {"computes", "threads", "imports", "ends first", "has a name"}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    readable = ["/usr", "/lib", "/lib64", "/proc/self", *filter(None, sys.path), *sysconfig.get_paths().values()]
-    done = subprocess.run(
-        [sys.executable, "-c", ATTEMPTS, json.dumps(readable)], capture_output=True, check=True, timeout=120
-    )
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(_run(ATTEMPTS))
     return result
+
+
+def _run(program: str) -> str:
+    readable = ["/usr", "/lib", "/lib64", "/proc/self", *filter(None, sys.path), *sysconfig.get_paths().values()]
+    command = [sys.executable, "-c", program, json.dumps(readable)]
+    return subprocess.run(command, capture_output=True, check=True, timeout=120, text=True).stdout
 
 
 def test_a_confined_process_computes(found: dict[str, Any]) -> None:
@@ -73,3 +101,8 @@ def test_a_confined_process_does_nothing_else(found: dict[str, Any]) -> None:
     if found["missing"]:
         pytest.skip(f"this machine's kernel cannot: {found['missing']}")
     assert [name for name, error in found.items() if not error and name not in {*ALLOWED, "missing"}] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a process of another user than root keeps that user's limit")
+def test_the_processes_of_the_user_without_rights_have_so_many_threads_together() -> None:
+    assert _run(THREADS).strip() == "as many as may be"
