@@ -86,19 +86,24 @@ class FollowedTrace:
         self._triggers.clear()
         self._read.clear()
 
+    def _reach(self, attempt: int) -> None:
+        """Begin anew if an event is of another attempt: the event that told of the restart may have been trimmed."""
+        if attempt != self._attempt:
+            self._restart(attempt)
+
     def _alarms(self, event: Event) -> Iterator[tuple[Rule, Alarm]]:
         """The alarms that an event sets off, in the order of tokens."""
         match event:
             case Restarted():
                 self._restart(event.attempt)
             case Output():
-                self._attempt = event.attempt
+                self._reach(event.attempt)
                 where = event.invoke, event.choice
                 self._texts[where] = (self._texts.get(where, "") + event.text)[-_TEXT:]
                 yield from self._of_output(event)
             case Gap():
                 # The whole state so far: the values that were not read yet come at its end.
-                self._attempt = int(event.until.partition("-")[0])
+                self._reach(int(event.until.partition("-")[0]))
                 for choice in (one for invoke in event.state.invokes for one in invoke.choices):
                     where = choice.invoke, choice.choice
                     self._texts[where] = choice.text[-_TEXT:]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
 from tests.support.bus_engine import BusEngine, Stage, engine_info
+from tests.support.guards import rules
 from tests.support.until import until
-from tracewire import Client
-from tracewire.guards.following import number_of
+from tracewire import Client, Gap, Output
+from tracewire.guards.following import FollowedTrace, number_of
+from tracewire.guards.rules import read_rules
+from tracewire_bus.events.subscription import Gap as EntryGap
+from tracewire_bus.store.lifecycle import Lifecycle
+from tracewire_bus.store.snapshots import Stored
+from tracewire_bus.wire.codec import encode, schema_text
+from tracewire_bus.wire.messages import DecodedOutput, HeldChoice, Set, Snapshot
+from tracewire_bus.wire.packing import wire
 
 from .conftest import Guarded
 
@@ -77,9 +87,44 @@ async def test_choices_and_attempts_are_apart(client: Client, guarded: Guarded) 
     assert await _alarms(client, guarded, script) == [(1, 0, 1, 5.0), (1, 1, 0, 6.0), (2, 0, 0, 7.0)]
 
 
-async def test_a_save_that_is_no_list_counts_with_its_last_token(client: Client, guarded: Guarded) -> None:
-    from tracewire_bus.wire.messages import Set
+def _gap(attempt: int, values: list[float]) -> Gap:
+    """A gap that ends within an attempt, each of whose tokens has saved one of these values."""
+    held = HeldChoice(0, 0, list(range(len(values))), f"text {attempt}", None, None, {"s": values})
+    data = encode(Snapshot(attempt=attempt, seq=len(values), choices=[held]))
+    return Gap(
+        "t", EntryGap("start", f"{attempt}-{len(values)}", Stored(attempt, len(values), schema_text(), data)), None
+    )
 
+
+def _output(attempt: int, value: float) -> Output:
+    delta = [Set(path=("s",), value=wire([value]))]
+    decoded = DecodedOutput(attempt=attempt, seq=1, index=0, token_ids=[1], text=f"text {attempt}", deltas=[delta])
+    return msgspec.msgpack.decode(encode(decoded), type=Output)
+
+
+@pytest.mark.parametrize(
+    ("events", "alarms"),
+    [
+        # More values had been read of the old attempt than the new one has.
+        ([_gap(1, [5.0, 0.0, 0.0]), _gap(2, [7.0])], [(1, 0, 5.0), (2, 0, 7.0)]),
+        # The rule sleeps after an alarm of the old attempt.
+        ([_gap(1, [0.0, 5.0]), _gap(2, [7.0, 8.0, 9.0])], [(1, 1, 5.0), (2, 0, 7.0)]),
+        ([_gap(1, [0.0, 5.0]), _gap(1, [0.0, 5.0, 0.0, 6.0])], [(1, 1, 5.0), (1, 3, 6.0)]),
+        # What the guard reads after lost events may be of another attempt, too.
+        ([_gap(1, [0.0, 5.0]), _output(2, 7.0)], [(1, 1, 5.0), (2, 0, 7.0)]),
+    ],
+    ids=["fewer values", "asleep", "the same attempt", "an output"],
+)
+def test_a_gap_that_spans_a_restart_begins_anew(events: list[Any], alarms: list[tuple[int, int, float]]) -> None:
+    guarding: Any = SimpleNamespace(rules=read_rules(rules(rule={"save": "s", "output": None, "above": 4.5})))
+    acting: Any = None
+    followed = FollowedTrace(guarding, Lifecycle(type="queued", trace_id="t", model="tiny"), acting, lambda: True)
+    found = [alarm for event in events for _, alarm in followed._alarms(event)]
+    assert [(alarm.attempt, alarm.token, alarm.value) for alarm in found] == alarms
+    assert [alarm.text for alarm in found] == [f"text {attempt}" for attempt, *_ in alarms]
+
+
+async def test_a_save_that_is_no_list_counts_with_its_last_token(client: Client, guarded: Guarded) -> None:
     async def script(stage: Stage) -> None:
         await stage.accept()
         await stage.output("abc", [Set(path=("s",), value=1.0)], [], [Set(path=("s",), value=9.0)])
