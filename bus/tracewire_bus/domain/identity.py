@@ -285,28 +285,38 @@ class Keyring:
         Raises:
             SignatureRefused: the key is unknown, revoked or not valid now, or the signature is wrong or had expired.
         """
-        key = self.get(envelope.key)
-        now = time.time()
-        at = now if at is None else at
+        key = self._valid(envelope.key)
+        came = time.time() if at is None else at
+        return _accepted(
+            key, envelope, signed_text(kind, prefix, model, trace, envelope, content), came if timely else None
+        )
+
+    def verify_stored(
+        self, envelope: Envelope, kind: Kind, prefix: str, model: str, trace: str, content: bytes, *, at: float
+    ) -> Key:
+        """Verify the signature of what is stored since this time, by whether its key was valid then. Returns the key.
+
+        The rest is as with `verify`.
+
+        Raises:
+            SignatureRefused: the key is unknown, revoked or was not valid then, or the signature is wrong or had
+                expired then.
+        """
+        key = self._valid(envelope.key, at)
+        return _accepted(key, envelope, signed_text(kind, prefix, model, trace, envelope, content), at)
+
+    def _valid(self, id: str, at: float | None = None) -> Key:
+        """The key of this id, which was valid at this time, by default now, and is not revoked."""
+        key = self.get(id)
         if key is None:
-            raise SignatureRefused(f"no key {envelope.key[:64]!r} is known here")
+            raise SignatureRefused(f"no key {id[:64]!r} is known here")
         if key.revoked is not None:
             raise SignatureRefused(f"key {key.id!r} was revoked")
-        if not (key.valid_from or 0) <= now <= (key.valid_until or now):
-            raise SignatureRefused(f"key {key.id!r} is not valid at this time")
-        if timely and envelope.expires < at - _SKEW_S:
-            raise SignatureRefused(f"the signature of key {key.id!r} had expired {at - envelope.expires:.0f} s before")
-        if envelope.expires > now + _MOST_S + _SKEW_S:
-            raise SignatureRefused(f"the signature of key {key.id!r} is valid for more than {_MOST_S} s")
-        text = signed_text(kind, prefix, model, trace, envelope, content)
-        if not _verifies(key.public, envelope.signature, text, envelope.digests):
-            raise SignatureRefused(
-                f"the signature is not of key {key.id!r}, or what it signed has been altered, or is of another trace"
-            )
-        if envelope.tenant in ("", key.tenant):
-            return key
-        key.demand("delegate")
-        return msgspec.structs.replace(key, tenant=envelope.tenant)
+        then = time.time() if at is None else at
+        if not (key.valid_from or 0) <= then <= (then if key.valid_until is None else key.valid_until):
+            when = "is not valid at this time" if at is None else "was not valid when this came"
+            raise SignatureRefused(f"key {key.id!r} {when}")
+        return key
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +357,25 @@ class Keyring:
         for key in keys:
             _check(key, self.path)
         _write(self.path, msgspec.json.encode(_KeyringFile(keys)), 0o644)
+
+
+def _accepted(key: Key, envelope: Envelope, text: bytes, came: float | None) -> Key:
+    """The key for the tenant for whom it acts, if the signature is its own and had not expired when the text came.
+
+    With `came` None, a signature may have expired.
+    """
+    if came is not None and envelope.expires < came - _SKEW_S:
+        raise SignatureRefused(f"the signature of key {key.id!r} had expired {came - envelope.expires:.0f} s before")
+    if envelope.expires > time.time() + _MOST_S + _SKEW_S:
+        raise SignatureRefused(f"the signature of key {key.id!r} is valid for more than {_MOST_S} s")
+    if not _verifies(key.public, envelope.signature, text, envelope.digests):
+        raise SignatureRefused(
+            f"the signature is not of key {key.id!r}, or what it signed has been altered, or is of another trace"
+        )
+    if envelope.tenant in ("", key.tenant):
+        return key
+    key.demand("delegate")
+    return msgspec.structs.replace(key, tenant=envelope.tenant)
 
 
 def new_key(path: Path, id: str, tenant: str, rights: list[str], quotas: dict[str, int] | None = None) -> Key:

@@ -112,6 +112,8 @@ class Gate:
     def edit(self, name: str, data: bytes, installed_at: float) -> tuple[bytes, Key | None]:
         """Verify an installed edit. Returns the encoded edit, and the key that has signed it.
 
+        The key must have been valid when the edit was installed. It must be in the keyring, and not revoked, now.
+
         Raises:
             ValueError: it is not accepted.
         """
@@ -164,7 +166,9 @@ class Gate:
         # Asked only now: what is refused above has looked at no file.
         self._keyring.held = shared and not self._is_due()
         try:
-            key = self._keyring.verify(envelope, kind, self._prefix, self._model, name, content, at=at)
+            # An edit is read again whenever edits or keys change, and outlives its key's validity.
+            verify = self._keyring.verify_stored if kind == "edit" else self._keyring.verify
+            key = verify(envelope, kind, self._prefix, self._model, name, content, at=at)
         finally:
             self._keyring.held = False
         return Admitted(content, key, envelope)

@@ -183,6 +183,30 @@ def test_the_keyring_is_read_again_when_it_changes(keys: Identities) -> None:
     verify(keys, ours, ring=ring)
 
 
+def test_what_is_stored_is_judged_by_its_key_at_its_time(keys: Identities) -> None:
+    ours, now = alone(keys), time.time()
+    what: Any = ("submit", "tw", "m", "t", b"content")
+    others = [key for key in keys.ring.listed() if key.id != "alice"]
+    alice = keys.ring.get("alice")
+    assert alice is not None
+    keys.ring.write([*others, msgspec.structs.replace(alice, valid_from=now - 100, valid_until=now - 50)])
+    for at in (now - 100, now - 75, now - 50):
+        assert keys.ring.verify_stored(ours, *what, at=at).id == "alice"
+    for at in (now - 101, now - 49, now):
+        with pytest.raises(SignatureRefused, match="key 'alice' was not valid when this came"):
+            keys.ring.verify_stored(ours, *what, at=at)
+    with pytest.raises(SignatureRefused, match="is not valid at this time"):
+        verify(keys, ours, at=now - 75)
+    keys.ring.write([*others, alice])
+    with pytest.raises(SignatureRefused, match="had expired 3600 s before"):
+        keys.ring.verify_stored(ours, *what, at=ours.expires + 3600)
+    with pytest.raises(SignatureRefused, match="the signature is not of key"):
+        keys.ring.verify_stored(ours, *what[:-1], b"contents", at=now)
+    keys.ring.write([*others, msgspec.structs.replace(alice, revoked=now)])
+    with pytest.raises(SignatureRefused, match="key 'alice' was revoked"):
+        keys.ring.verify_stored(ours, *what, at=now - 75)
+
+
 def test_a_keyring_that_cannot_be_read_accepts_nobody_and_says_so(keys: Identities) -> None:
     ring, told = Keyring(keys.ring.path), []
     ring.on_error = told.append

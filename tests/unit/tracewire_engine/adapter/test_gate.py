@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio.lowlevel
+import msgspec
 import pytest
 
-from tests.support.identities import Identities
+from tests.support.identities import Identities, signing_bus
+from tracewire_bus.bus import Bus
 from tracewire_bus.domain.identity import Key, Keyring, SignatureRefused
 from tracewire_bus.domain.limits import LimitExceeded
 from tracewire_bus.store.control import Order
 from tracewire_bus.store.proofs import Proofs, cancel_content, drain_content, pause_content
+from tracewire_bus.wire.messages import Ablate, Edit
 from tracewire_engine.adapter.engine_api import Rejection
 from tracewire_engine.adapter.gate import Gate, Identity
 
@@ -129,6 +132,35 @@ def test_an_edit_needs_the_right(keys: Identities) -> None:
     ):
         with pytest.raises(ValueError, match="signature: "):
             gate(keys).edit(name, other, at)
+
+
+async def test_an_edit_is_judged_by_its_key_at_the_time_of_its_installation(keys: Identities, bus: Bus) -> None:
+    """So it runs on after its key was rotated, and ends if the key is revoked or leaves the keyring."""
+    known = {key.id: key for key in keys.ring.listed()}
+    alice = known.pop("alice")
+
+    async def problem(**changed: Any) -> str:
+        keys.ring.write([*known.values(), msgspec.structs.replace(alice, **changed)])
+        strict = Gate(Identity(Keyring(keys.ring.path), False, "so"), bus.keys.prefix, "m", "e")
+        (one,) = (await bus.edits.load("m", strict.edit)).edits
+        assert (one.edit is None) == bool(one.problem)
+        return one.problem
+
+    async with signing_bus(bus, keys.signer("alice")) as own:
+        await own.edits.install("m", Edit(name="calm", interventions=[Ablate("residual(0)")]))
+    assert not await problem()
+    installed = (await bus.edits.load("m")).edits[0].time
+    assert installed < time.time()
+    assert not await problem(valid_until=installed)
+    assert "key 'alice' was not valid when this came" in await problem(valid_until=installed - 1)
+    assert "key 'alice' was not valid when this came" in await problem(valid_from=installed + 1)
+    assert "key 'alice' was revoked" in await problem(valid_until=installed, revoked=time.time())
+    assert "no key 'alice' is known here" in await problem(id="else")
+    # What is no edit needs a key that is valid now.
+    keys.ring.write([*known.values(), msgspec.structs.replace(alice, valid_until=installed)])
+    submission = proofs(keys, "alice").content("submit", "m", "t", b"x")
+    with pytest.raises(Rejection, match="not valid at this time"):
+        await gate(keys).submission("t", submission, installed)
 
 
 def order(keys: Identities, kind: Any, id: str, *, trace: str = "t", proof: bytes | None = None) -> Order:
