@@ -154,12 +154,14 @@ def _rotated(ring: Keyring, options: argparse.Namespace) -> Key:
     """The new key. The keyring has it, and the end of the old one."""
     known = ring.listed()
     old = next((key for key in known if key.id == options.id), None)
-    if old is None or old.revoked is not None:
+    if old is None or _state(old) != "valid":
         raise KeyFileError(f"{ring.path} has no valid key {options.id!r}")
     taken = {key.id for key in known}
     base = options.id.rpartition("-")[0] if options.id.rpartition("-")[2].isdecimal() else options.id
     id = next(name for number in range(2, len(taken) + 3) if (name := f"{base}-{number}") not in taken)
     new = _made(options.to, id, old.tenant, old.rights, old.quotas)
+    # A key that is valid for a time gives way to one that is valid for what is left of it.
+    new = msgspec.structs.replace(new, valid_from=old.valid_from, valid_until=old.valid_until)
     ends = time.time() + options.grace
     until = ends if old.valid_until is None else min(ends, old.valid_until)
     kept = [msgspec.structs.replace(key, valid_until=until) if key is old else key for key in known]

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tracewire.cli.main import main
@@ -57,6 +58,32 @@ def test_a_key_is_made_listed_rotated_and_revoked(
     assert [(row[0], row[3]) for row in rows] == [("alice", "revoked"), ("alice-2", "valid"), ("alice-3", "valid")]
     assert main(["keys", "list", "--keyring", str(ring), "--json"]) == 0
     assert "private" not in capsys.readouterr().out
+
+
+def test_a_key_in_place_of_another_ends_when_that_one_was_to_end(ring: Path, tmp_path: Path) -> None:
+    assert main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(tmp_path / "a.key"), "--days", "30"]) == 0
+    (old,) = Keyring(ring).listed()
+    keys = Keyring(ring)
+    keys.write([msgspec.structs.replace(old, valid_from=old.valid_until)])
+    assert main(["keys", "rotate", "alice", "--keyring", str(ring), "--to", str(tmp_path / "b.key")]) == 0
+    new = keys.get("alice-2")
+    assert new is not None
+    assert new.valid_from == new.valid_until == old.valid_until is not None
+    assert (keys.get("alice").valid_until or 0) < time.time() + 3601  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ended", ["valid_until", "revoked"])
+def test_a_key_that_is_valid_no_longer_is_not_rotated(
+    ended: str, ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "new", "alice", "--keyring", str(ring), "--to", str(tmp_path / "a.key")]) == 0
+    keys = Keyring(ring)
+    keys.write([msgspec.structs.replace(key, **{ended: time.time() - 1}) for key in keys.listed()])
+    before = ring.read_text()
+    assert main(["keys", "rotate", "alice", "--keyring", str(ring), "--to", str(tmp_path / "b.key")]) == 1
+    assert "has no valid key 'alice'" in capsys.readouterr().err
+    assert ring.read_text() == before
+    assert not (tmp_path / "b.key").exists()
 
 
 def test_an_engine_s_key_is_in_no_keyring(ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
