@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -41,7 +41,7 @@ from tracewire_bus.store.proofs import Proofs
 from tracewire_bus.store.queue_entries import QueueFull, Taken
 from tracewire_bus.store.snapshots import Snapshots
 from tracewire_bus.store.submission_queue import Queue
-from tracewire_bus.store.trace_list import ListedTrace, Place, list_traces
+from tracewire_bus.store.trace_list import Place, TraceScan
 from tracewire_bus.store.trace_records import Records, TraceEnded, TraceMissing
 from tracewire_bus.store.vectors import Vectors
 from tracewire_bus.store.watch_groups import Groups, GroupWatch
@@ -454,9 +454,9 @@ class Bus:
         self._watches.add(watch)
         return watch
 
-    def list_traces(self, before: Place | None = None) -> AsyncIterator[ListedTrace]:
+    def list_traces(self, before: Place | None = None, *, id_prefix: str = "", most: int | None = None) -> TraceScan:
         """The traces that were submitted of late, the newest first: see `trace_list.py`."""
-        return list_traces(self._connections, self.keys, before)
+        return TraceScan(self._connections, self.keys, before, id_prefix=id_prefix, most=most)
 
     @property
     def watch_groups(self) -> Groups:

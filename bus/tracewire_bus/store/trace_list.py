@@ -1,31 +1,39 @@
 """The traces that the lifecycle streams tell of, from the newest submission back.
 
 Redis keeps about 2000 lifecycle entries for each hash tag, for a day. The list has the traces whose submission is among
-them, with how far each had come by its last entry. A page of the list reads the streams from their ends, since later
+them, with how far each had come by its last entry. A page of the list reads the streams back from
+where it begins. Where a trace has no end among these entries, its stream is read from there on, too, since later
 entries have the later states of a trace.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
+import anyio
+import anyio.lowlevel
 import msgspec
 
 from tracewire_bus.transport.pool import Connections
 from tracewire_bus.wire.ids import parse_id
 
 from .keys import TAGS, Keys
-from .lifecycle import Id, Lifecycle, lifecycle_of
+from .lifecycle import Id, Lifecycle, entry_id, lifecycle_of
 
-__all__ = ["ListedTrace", "Place", "list_traces", "parse_place"]
+__all__ = ["ListedTrace", "Place", "TraceScan", "parse_place", "place_text"]
 
-#: How many entries of one stream one read fetches.
+#: How many entries of one stream the first read fetches, and how many a later one at most.
 _PAGE: Final = 32
+_MOST_PAGE: Final = 256
+#: After so many entries other tasks have a turn.
+_TURN: Final = 512
 
 #: Where a trace stands in the list: the id of its submission's entry, and the number of the entry's stream.
 Place = tuple[int, int, int]
+#: An entry of a stream: its id, and its fields, names and values in turn.
+Entry = tuple[Id, Sequence[bytes]]
 
 
 class ListedTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,62 +79,136 @@ def parse_place(text: str) -> Place:
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-class _Stream:
-    """One lifecycle stream, read from its end back."""
+def place_text(place: Place) -> str:
+    """A place as text, which `parse_place` reads."""
+    return "-".join(map(str, place))
 
-    def __init__(self, number: int, key: str) -> None:
+
+class _Stream:
+    """One lifecycle stream, read back from `before`, or from its end. `entries` are undecoded, the oldest first."""
+
+    def __init__(self, number: int, key: str, before: Place | None) -> None:
         self.number = number
         self.key = key
-        self.entries: list[tuple[Id, Lifecycle]] = []
+        self.entries: list[Entry] = []
         self.over = False
-        self._until = "+"
+        self._until = self._since = "+"
+        if before is not None:
+            # An entry of the same id is behind the place if its stream has a lower number.
+            outside, inside = f"({entry_id(before[:2])}", entry_id(before[:2])
+            self._until, self._since = (inside, outside) if number < before[2] else (outside, inside)
+        self._later: dict[bytes, list[Entry]] | None = None
 
-    def command(self) -> tuple[Any, ...]:
+    def command(self, count: int) -> tuple[Any, ...]:
         """The command that reads the next entries."""
-        return ("XREVRANGE", self.key, self._until, "-", "COUNT", _PAGE)
+        return ("XREVRANGE", self.key, self._until, "-", "COUNT", count)
 
-    def take(self, reply: Any, connections: Connections) -> None:
+    async def later(self, trace: bytes, connections: Connections) -> list[Entry]:
+        """The entries of a trace from `before` on, the last one first."""
+        if self._later is None:
+            self._later = {}
+            (reply,) = await connections.commands(("XREVRANGE", self.key, "+", self._since))
+            for raw, flat in reply:
+                self._later.setdefault(_head(flat)[1], []).append((parse_id(raw.decode()), flat))
+        return self._later.get(trace, [])
+
+    def take(self, reply: Any, count: int) -> None:
         """Take the reply to `command`."""
-        for raw, flat in reply:
-            id_ = parse_id(raw.decode())
-            self.entries.append((id_, lifecycle_of(connections.guard, self.key, id_, flat)))
-        self.entries.reverse()
-        self.over = len(reply) < _PAGE
+        found = [(parse_id(raw.decode()), flat) for raw, flat in reversed(reply)]
+        self.entries = found + self.entries
+        self.over = len(reply) < count
         if reply:
             self._until = f"({reply[-1][0].decode()}"
 
 
-async def list_traces(connections: Connections, keys: Keys, before: Place | None = None) -> AsyncIterator[ListedTrace]:
-    """The traces, the newest submission first: all, or those whose place is before `before`.
+class TraceScan:
+    """The traces, the newest submission first: all, or those whose place is before `before`, with ids of one prefix.
 
-    Raises:
+    Attributes:
+        stopped_at: where the scan has stopped since it has read `most` entries; None if it has not. A further scan
+            goes on from there.
+
+    Raises, in its iteration:
         BusError: Redis refuses.
         BusUnavailable: Redis does not answer.
     """
-    streams = [_Stream(number, keys.firehose(tag)) for number, tag in enumerate(keys.tags)]
-    replies = await connections.commands(*(stream.command() for stream in streams))
-    for stream, reply in zip(streams, replies, strict=True):
-        stream.take(reply, connections)
-    #: The next entry of each stream, newest first.
-    heap = [_next(stream) for stream in streams if stream.entries]
-    heapq.heapify(heap)
-    later: dict[str, list[Lifecycle]] = {}
-    while heap:
-        number = heapq.heappop(heap)[-1]
-        stream = streams[number]
-        id_, event = stream.entries.pop()
-        if not stream.entries and not stream.over:
-            (reply,) = await connections.commands(stream.command())
-            stream.take(reply, connections)
-        if stream.entries:
-            heapq.heappush(heap, _next(stream))
-        if event.type != "queued":
-            later.setdefault(event.trace_id, []).append(event)
-            continue
-        place = (*id_, number)
-        known = later.pop(event.trace_id, [])
-        if (before is None or place < before) and not any(one.type == "refused" for one in known):
-            yield _listed(event, place, known)
+
+    def __init__(
+        self,
+        connections: Connections,
+        keys: Keys,
+        before: Place | None = None,
+        *,
+        id_prefix: str = "",
+        most: int | None = None,
+    ) -> None:
+        self.stopped_at: Place | None = None
+        self._connections = connections
+        self._streams = [_Stream(number, keys.firehose(tag), before) for number, tag in enumerate(keys.tags)]
+        self._before = before
+        self._prefix = id_prefix.encode("utf-8", "surrogatepass")
+        self._most = most
+        self._page = _PAGE
+        self._most_page = _MOST_PAGE if most is None else max(_PAGE, min(_MOST_PAGE, most // len(self._streams)))
+
+    async def __aiter__(self) -> AsyncIterator[ListedTrace]:
+        """The traces, read as they are asked for."""
+        later: dict[bytes, list[Entry]] = {}
+        count = 0
+        async for stream, entry in self._entries():
+            place = (*entry[0], stream.number)
+            kind, trace = _head(entry[1])
+            if not trace.startswith(self._prefix):
+                pass
+            elif kind != b"queued":
+                later.setdefault(trace, []).append(entry)
+            elif (found := await self._found(stream, place, entry, later.pop(trace, []))) is not None:
+                yield found
+            count += 1
+            if count == self._most:
+                self.stopped_at = place
+                return
+            if count % _TURN == 0:
+                await anyio.lowlevel.checkpoint()
+
+    async def _found(self, stream: _Stream, place: Place, queued: Entry, known: list[Entry]) -> ListedTrace | None:
+        """A trace from its submission and its later entries, the last one first; None if it was refused."""
+        if self._before is not None and not any(_head(flat)[0] == b"final" for _, flat in known):
+            known = await stream.later(_head(queued[1])[1], self._connections) + known
+        if any(_head(flat)[0] == b"refused" for _, flat in known):
+            return None
+        first, *others = (lifecycle_of(self._connections.guard, stream.key, *one) for one in (queued, *known))
+        return _listed(first, place, others)
+
+    async def _entries(self) -> AsyncIterator[tuple[_Stream, Entry]]:
+        """The entries of all streams, the newest first."""
+        await self._refill()
+        #: The next entry of each stream, newest first.
+        heap = [_next(stream) for stream in self._streams if stream.entries]
+        heapq.heapify(heap)
+        while heap:
+            stream = self._streams[heapq.heappop(heap)[-1]]
+            yield stream, stream.entries.pop()
+            if not stream.entries and not stream.over:
+                await self._refill()
+            if stream.entries:
+                heapq.heappush(heap, _next(stream))
+
+    async def _refill(self) -> None:
+        """Read the next entries of all streams that have few left, in one round trip, and more of them each time."""
+        few = [one for one in self._streams if not one.over and len(one.entries) <= self._page // 4]
+        replies = await self._connections.commands(*(one.command(self._page) for one in few))
+        for stream, reply in zip(few, replies, strict=True):
+            stream.take(reply, self._page)
+        self._page = min(self._most_page, 2 * self._page)
+
+
+def _head(flat: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """The kind of an entry and its trace, undecoded."""
+    if len(flat) >= 4 and flat[0] == b"k" and flat[2] == b"t":
+        return flat[1], flat[3]
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    return fields.get(b"k", b""), fields.get(b"t", b"")
 
 
 def _next(stream: _Stream) -> tuple[int, int, int, int]:
@@ -141,7 +223,7 @@ def _listed(queued: Lifecycle, place: Place, known: list[Lifecycle]) -> ListedTr
     state = next((states[one.type] for one in known if one.type in states), "queued")
     return ListedTrace(
         trace_id=queued.trace_id,
-        place="-".join(map(str, place)),
+        place=place_text(place),
         model=queued.model,
         client=queued.client,
         state=state if final is None else final.status or "failed",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from tracewire.checks import check_count, check_text, shown
 from tracewire.error_mapping import bus_errors
 from tracewire.traces.model import Model, model_name
-from tracewire_bus.store.trace_list import ListedTrace, parse_place
+from tracewire_bus.store.trace_list import ListedTrace, parse_place, place_text
 
 from .listing import Listing
 
@@ -46,26 +47,14 @@ class Traces:
         Raises:
             ValueError: `before` is no place, `limit` is not positive, or a state is none.
         """
-        wanted = None if model is None else model_name(model)
-        start = None if before is None else parse_place(check_text("before", before))
-        for state in states or ():
-            if state not in STATES:
-                raise ValueError(f"states: expected some of {', '.join(sorted(STATES))}, got {shown(state)}")
+        asked = _Asked(model, client, states, id_prefix, before)
         left = None if limit is None else check_count("limit", limit)
-
-        def fits(trace: ListedTrace) -> bool:
-            return (
-                wanted in (None, trace.model)
-                and client in (None, trace.client)
-                and (states is None or trace.state in states)
-                and trace.trace_id.startswith(id_prefix)
-            )
 
         async def pages() -> AsyncIterator[Sequence[ListedTrace]]:
             count = 0
             with bus_errors():
-                async for trace in self._session.open_bus().list_traces(start):
-                    if fits(trace):
+                async for trace in self._session.open_bus().list_traces(asked.before, id_prefix=id_prefix):
+                    if asked.fits(trace):
                         yield [trace]
                         count += 1
                         if count == left:
@@ -73,5 +62,66 @@ class Traces:
 
         return Listing(pages)
 
+    async def _page(
+        self,
+        *,
+        model: str | None,
+        client: str | None,
+        states: Sequence[str] | None,
+        id_prefix: str,
+        before: str | None,
+        limit: int,
+        entries: int,
+    ) -> tuple[Sequence[ListedTrace], str | None]:
+        """At most `limit` traces among the next `entries` lifecycle entries, and the `before` of the next page.
+
+        Raises:
+            ValueError: `before` is no place, or a state is none.
+        """
+        asked = _Asked(model, client, states, id_prefix, before)
+        found: builtins.list[ListedTrace] = []
+        with bus_errors():
+            scan = self._session.open_bus().list_traces(asked.before, id_prefix=id_prefix, most=entries)
+            async for trace in scan:
+                if asked.fits(trace):
+                    found.append(trace)
+                    if len(found) == limit:
+                        return found, trace.place
+        return found, None if scan.stopped_at is None else place_text(scan.stopped_at)
+
     def __repr__(self) -> str:
         return "<Traces>"
+
+
+class _Asked:
+    """Which traces are asked for.
+
+    Raises:
+        ValueError: `before` is no place, or a state is none.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | None,
+        client: str | None,
+        states: Sequence[str] | None,
+        id_prefix: str,
+        before: str | None,
+    ) -> None:
+        self._model = None if model is None else model_name(model)
+        self._client = client
+        self._states = states
+        self._id_prefix = id_prefix
+        self.before = None if before is None else parse_place(check_text("before", before))
+        for state in states or ():
+            if state not in STATES:
+                raise ValueError(f"states: expected some of {', '.join(sorted(STATES))}, got {shown(state)}")
+
+    def fits(self, trace: ListedTrace) -> bool:
+        """Whether a trace is one of them."""
+        return (
+            self._model in (None, trace.model)
+            and self._client in (None, trace.client)
+            and (self._states is None or trace.state in self._states)
+            and trace.trace_id.startswith(self._id_prefix)
+        )

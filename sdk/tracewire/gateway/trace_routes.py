@@ -60,6 +60,8 @@ router = APIRouter(prefix="/traces", tags=["traces"], route_class=GuardedRoute)
 _POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 #: How many traces a page has.
 _PAGE, _MOST = 50, 1000
+#: How many lifecycle entries one page looks through.
+_ENTRIES = 8192
 
 _EVENTS = stream("The events.", 'id: 1-1\nevent: output\ndata: {"type": "output", "text": " return"}\n\n') | {
     204: {"description": "`Last-Event-ID` is that of the final: nothing comes after it."},
@@ -127,20 +129,25 @@ async def list_traces(
     limit: Annotated[int, Query(ge=1, le=_MOST)] = _PAGE,
     before: Annotated[str | None, Query(description="the `next` of the last page")] = None,
 ) -> Response:
-    """List the traces that were submitted of late, the newest first."""
+    """List the traces that were submitted of late, the newest first. A page with `next` may be short, or empty."""
     prefix = f"{caller.tenant}:" if caller.tenant else ""
     try:
-        listing = gateway.client.traces.list(
-            model=model, client=client, states=state, id_prefix=prefix, before=before, limit=limit
-        )
+        with gateway.patience():
+            found, following = await gateway.client.traces._page(
+                model=model,
+                client=client,
+                states=state,
+                id_prefix=prefix,
+                before=before,
+                limit=limit,
+                entries=_ENTRIES,
+            )
     except ValueError as error:
         field, _, _ = str(error).partition(":")
         raise Problem(422, str(error), code="invalid_request", field=field if field == "states" else "before") from None
-    with gateway.patience():
-        found = await listing
     page: dict[str, Any] = {"data": [_listed(one) for one in found]}
-    if len(found) == limit:
-        page["next"] = found[-1].place
+    if following is not None:
+        page["next"] = following
     return _json(page)
 
 

@@ -14,6 +14,7 @@ from tests.support.browser import violations
 from tests.support.gateways import Served
 from tests.support.shown_engine import token_at
 from tests.support.until import until
+from tracewire.gateway import trace_routes
 from tracewire.gateway.keys import entry_of
 from tracewire.gateway.problems import Problem
 
@@ -57,6 +58,21 @@ async def test_older_traces_come_by_the_page(stand: Stand, served: Served, opene
         await page.get_by_role("button", name="Show older traces").click()
         await expect(page.locator("tbody tr")).to_have_count(60)
         await expect(page.get_by_role("button", name="Show older traces")).to_be_hidden()
+
+
+async def test_what_stands_behind_many_others_is_found(
+    stand: Stand, served: Served, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stand.trace("early")
+    for number in range(5):
+        await stand.trace(f"t{number}", 1)
+    stand.steps.let(2)
+    for number in range(5):
+        await stand.client.subscribe(f"t{number}").until_done()
+    monkeypatch.setattr(trace_routes, "_ENTRIES", 2)
+    async with opened(f"{served.url}/dashboard/") as page:
+        await page.get_by_label("State").select_option("running")
+        await expect(page.get_by_role("row").filter(has_text="early")).to_have_count(1)
 
 
 async def test_the_form_starts_a_trace(stand: Stand, served: Served, opened: Opened, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.support.gateways import Served
 from tests.support.sse import Sent, events
 from tests.support.until import until
 from tracewire import Client
+from tracewire.gateway import trace_routes
 from tracewire_bus.wire.ids import FINAL_ID
 from tracewire_bus.wire.messages import Append, Set
 from tracewire_bus.wire.packing import wire
@@ -372,3 +373,26 @@ async def test_a_block_that_is_no_python_is_refused(engine: Engine, http: httpx.
         body = {"model": "tiny", "prompt": "x", "block": {"source": "\U000a4830"}, "live": {"": 0}}
         answer = await http.post("/traces", json=body)
     assert (answer.status_code, answer.json()["field"]) == (422, "block.source")
+
+
+async def test_a_page_looks_through_so_many_entries(
+    engine: Engine, served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(tiny), served.http() as http:
+        for name in ("old", *(f"t{number}" for number in range(8))):
+            await client.trace("tiny", "x", trace_id=name, by="alice" if name == "old" else "bob").result()
+        monkeypatch.setattr(trace_routes, "_ENTRIES", 5)
+        query: dict[str, Any] = {"client": "alice", "limit": 50}
+        pages = []
+        while True:
+            page = (await http.get("/traces", params=query)).json()
+            pages.append([trace["id"] for trace in page["data"]])
+            if "next" not in page:
+                break
+            query["before"] = page["next"]
+        # Three entries of each trace.
+        assert pages == [[]] * 5 + [["old"]]
+        full = (await http.get("/traces", params={"limit": 1})).json()
+        assert [trace["id"] for trace in full["data"]] == ["t7"]
+        following = (await http.get("/traces", params={"limit": 1, "before": full["next"]})).json()
+        assert [trace["id"] for trace in following["data"]] == ["t6"]

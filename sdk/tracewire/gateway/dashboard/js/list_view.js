@@ -188,13 +188,17 @@ export class ListView {
     if (this.next) filters.before = this.next;
     const load = this.loads;
     let found;
-    try {
-      found = await this.ask(filters);
-    } catch (problem) {
-      this.fail(problem);
-      return;
-    }
-    if (load !== this.loads) return;
+    do {
+      try {
+        found = await this.ask(filters);
+      } catch (problem) {
+        this.fail(problem);
+        return;
+      }
+      if (load !== this.loads) return;
+      // A page without a trace has looked through many that do not fit, and the next one goes on.
+      filters.before = found.next;
+    } while (!found.data.length && found.next);
     this.problem.hidden = true;
     for (const trace of found.data) if (!this.rows.has(trace.id)) this.body.append(this.row(trace).element);
     this.next = found.next ?? null;
