@@ -19,6 +19,7 @@ from starlette.websockets import WebSocketDisconnect
 from tracewire import Final, Subscription, TracewireError
 
 from .browser_sockets import subprotocol_of
+from .guarded_routes import count_values
 from .json_values import Form
 from .keys import Caller
 from .problems import Problem, of_error
@@ -157,6 +158,7 @@ class _Conversation:
     async def _reply(self, text: str) -> dict[str, Any]:
         head: dict[str, Any] = {"type": "reply", "id": None}
         try:
+            count_values(text.encode())
             order = msgspec.json.decode(text, type=Order)
             head["id"] = order.id
             self._gateway.admit_order(self._caller, text)

@@ -17,6 +17,7 @@ from tests.support.gateways import Served
 from tests.support.until import until
 from tracewire import Client, RetryableError
 from tracewire.gateway.keys import entry_of
+from tracewire_bus.domain.limits import MAX_CONTAINERS
 
 Engine = Callable[..., Any]
 
@@ -75,6 +76,8 @@ async def test_events_come_down_and_steering_goes_up(engine: Engine, served: Ser
             assert (reply["id"], reply["error"]["status"], reply["error"]["version"]) == (1, 409, 0)
             await connection.send("[" * 100_000)
             assert "error" in json.loads(await connection.recv())
+            await connection.send('{"do": "steer", "id": 3, "values": {"alpha": [' + "[]," * MAX_CONTAINERS + "[]]}}")
+            assert json.loads(await connection.recv())["error"]["type"] == "urn:tracewire:too_many_values"
             await order(connection, do="steer", values={"alpha": 2}, if_version=0, id=2)
             found = await rest(connection)
             assert connection.close_code == 1000
