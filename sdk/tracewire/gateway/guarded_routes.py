@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
@@ -17,6 +17,7 @@ from tracewire_bus.domain.limits import MAX_CONTAINERS, MAX_VALUES
 
 from .keys import EVERYBODY
 from .problems import Problem
+from .streams import ClientLeft
 
 __all__ = ["GuardedRoute", "count_values"]
 
@@ -40,7 +41,10 @@ class GuardedRoute(APIRoute):
                 caller.require(right)
             if self.body_field is None:
                 return await handle(request)
-            body = await request.body()
+            try:
+                body = await request.body()
+            except ClientDisconnect as error:
+                raise ClientLeft from error
             work = partial(count_values, body, openai=request.url.path.startswith("/v1/"))
             await _done(work, body)
             return await handle(_Request(request.scope, request.receive, body))

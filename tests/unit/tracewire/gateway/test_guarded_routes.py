@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bus_engine import tiny
 from tests.support.gateways import Served
+from tests.support.until import until
 from tracewire.gateway.guarded_routes import count_values
 from tracewire.gateway.keys import entry_of
 from tracewire.gateway.problems import Problem
@@ -54,6 +55,18 @@ async def test_a_body_of_too_many_values_is_not_decoded(
     assert answer.status_code == status
     assert "dtype" in answer.text
     assert "too_many_values" in answer.text
+
+
+async def test_a_client_that_leaves_amid_its_body_is_no_defect(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    head = "POST /traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(head.encode() + b"{")
+        await until(lambda: served.gateway.running)
+    await until(lambda: not served.gateway.running)
+    assert [one.message for one in caplog.records if one.levelname == "ERROR"] == []
 
 
 async def test_a_large_text_is_one_value(engine: Engine, served: Served) -> None:
