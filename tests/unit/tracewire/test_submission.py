@@ -161,7 +161,7 @@ async def test_a_submission_that_is_too_large_is_refused(
     client: Client, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = partial(check_size, limits=Limits(submission_bytes=1000))
-    monkeypatch.setattr("tracewire_bus.bus.check_size", few)
+    monkeypatch.setattr("tracewire_bus.submitting.check_size", few)
     async with engine():
         with pytest.raises(TraceRejected, match=r"may take 1000; large values travel beside it") as caught:
             async with client.trace("tiny", "hello" * 1000):
