@@ -240,6 +240,8 @@ class Keyring:
             found = os.stat(self._name)
         except FileNotFoundError:
             found = None
+        except OSError as error:
+            raise KeyFileError(f"{self.path}: {error.strerror}") from error
         state = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
         if state != self._seen or state is None:
             self._keys = {one.id: one for one in _read(self.path)} if found is not None else {}
@@ -256,8 +258,8 @@ class Keyring:
         try:
             if not self.held:
                 self._look()
-        except (KeyFileError, OSError) as error:
-            self.on_error(error if isinstance(error, KeyFileError) else KeyFileError(str(error)))
+        except KeyFileError as error:
+            self.on_error(error)
             self._keys, self._seen = {}, None
         return self._keys.get(id)
 

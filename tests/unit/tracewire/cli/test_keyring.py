@@ -115,6 +115,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert not (tmp_path / "new.key").exists()
 
 
+@pytest.mark.parametrize("command", ["list", "revoke alice", "rotate alice --to KEY", "new alice --to KEY"])
+def test_a_keyring_that_cannot_be_looked_at_is_refused_in_words(
+    command: str, ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring.write_text("{}")
+    file = tmp_path / "a.key"
+    given = command.replace("KEY", str(file)).split()
+    assert main(["keys", *given, "--keyring", str(ring / "below.json")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+    assert not file.exists()
+
+
 def test_without_cryptography_a_key_is_refused_in_words(
     ring: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,15 @@ def test_a_keyring_that_cannot_be_read_accepts_nobody_and_says_so(keys: Identiti
         verify(keys, alone(keys), ring=ring)
 
 
+def test_a_keyring_that_cannot_be_looked_at_is_named(keys: Identities) -> None:
+    ring, told = Keyring(keys.ring.path / "below.json"), list[KeyFileError]()
+    ring.on_error = told.append
+    with pytest.raises(KeyFileError, match=r"keyring\.json/below\.json: Not a directory"):
+        ring.listed()
+    assert ring.get("alice") is None
+    assert [str(error) for error in told] == [f"{ring.path}: Not a directory"]
+
+
 def test_a_key_acts_for_others_if_it_may(keys: Identities) -> None:
     token = acting_for.set("green")
     try:
