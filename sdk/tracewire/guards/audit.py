@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -59,17 +60,18 @@ class GuardAudit:
 
     def __init__(self, path: str, bus: Bus) -> None:
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        #: Whether the file took the last line not or not whole; whether the file ends with a part of a line.
+        self._failing = self._torn = False
         self._log: AuditLog | None = AuditLog(bus)
 
     async def write(self, line: AuditLine) -> None:
-        """Write a line. A bus that does not take it is no error."""
+        """Write a line. A file or a bus that does not take it is no error."""
         alarm = line.alarm
         logger.info(
             "guard: trace %s, rule %s, token %d, %s = %g: %s %s %s",
             *(alarm.trace_id, alarm.rule, alarm.token, alarm.save, alarm.value, line.outcome, line.do, line.reason),
         )
-        if self._file is not None:
-            self._file.write(_encode(line) + b"\n")
+        self._append(_encode(line) + b"\n")
         if self._log is None:
             return
         what = f"{alarm.rule} at token {alarm.token} ({alarm.save} = {alarm.value:g}): {line.outcome} {line.do}".strip()
@@ -83,7 +85,24 @@ class GuardAudit:
         except BusError as error:
             logger.warning("the audit trail of the bus lacks a decision about trace %s: %s", alarm.trace_id, error)
 
+    def _append(self, data: bytes) -> None:
+        """Append a line to the file. A part of a line that a full disk has taken stays on a line by itself."""
+        if self._file is None:
+            return
+        data = b"\n" + data if self._torn else data
+        try:
+            while data:
+                written = self._file.write(data)
+                self._torn = data[written - 1 : written] != b"\n"
+                data = data[written:]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.error("the guard's audit %s lacks decisions from now on: %s", self._file.name, error.strerror)
+            self._failing = True
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. One that fails is closed, too."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +49,47 @@ async def test_a_bus_that_refuses_is_asked_once(bus: Bus, monkeypatch: pytest.Mo
     # The first was away, the second may not.
     assert len(asked) == 2
     audit.close()
+
+
+class FullDisk:
+    """A file on a disk that has room for so many bytes."""
+
+    name = "audit.jsonl"
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.data = b""
+
+    def write(self, data: bytes) -> int:
+        taken = data[: self.room]
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(taken)
+        self.data += taken
+        return len(taken)
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_full_disk_is_logged_once_and_ends_no_guard(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """What it took of a line stays by itself; the lines after it are whole, and the bus has all decisions."""
+    audit, disk = GuardAudit("", bus), FullDisk(10)
+    audit._file = disk  # type: ignore[assignment]
+    for number in range(3):
+        await audit.write(line(reason=f"lost {number}"))
+        # Next it takes the end of the line and no more.
+        disk.room = 1 if number == 0 else 0
+    disk.room = 100_000
+    for number in range(2):
+        await audit.write(line(reason=f"kept {number}"))
+    disk.room = 0
+    await audit.write(line(reason="lost again"))
+    audit.close()
+    part, *lines = disk.data.splitlines()
+    assert len(part) == 10
+    assert [json.loads(text)["reason"] for text in lines] == ["kept 0", "kept 1"]
+    assert b"\n\n" not in disk.data
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said == ["the guard's audit audit.jsonl lacks decisions from now on: No space left on device"] * 2
+    assert len([entry async for entry in AuditLog(bus).read()]) == 6
