@@ -13,7 +13,7 @@ import msgspec
 from tracewire.client import connect
 from tracewire.errors import InvalidRules
 from tracewire.guards.audit import AuditLine
-from tracewire.guards.guard import Guard
+from tracewire.guards.guard import Guard, check_surroundings
 from tracewire.guards.rules import read_rules
 
 from .commands import UsageError, add_command
@@ -67,12 +67,13 @@ class _Printing(Guard):
 async def _guard(options: argparse.Namespace) -> int:
     try:
         rules = read_rules(options.rules)
+        if options.dry_run:
+            rules = msgspec.structs.replace(rules, dry_run=True)
+        if options.audit is not None:
+            rules = msgspec.structs.replace(rules, audit=options.audit)
+        check_surroundings(rules)
     except InvalidRules as error:
         raise UsageError(str(error)) from None
-    if options.dry_run:
-        rules = msgspec.structs.replace(rules, dry_run=True)
-    if options.audit is not None:
-        rules = msgspec.structs.replace(rules, audit=options.audit)
     if options.check:
         remark(f"{options.rules}: {len(rules.rules)} rules for {rules.model}")
         return 0

@@ -23,7 +23,7 @@ from .rules import Ask, Rule
 if TYPE_CHECKING:
     from tracewire.client import Client
 
-__all__ = ["Asker", "asker"]
+__all__ = ["Asker", "asker", "check_function"]
 
 Asker: TypeAlias = Callable[[Alarm], Awaitable[Decision]]
 
@@ -31,6 +31,16 @@ Asker: TypeAlias = Callable[[Alarm], Awaitable[Decision]]
 _ANSWER_BYTES = 64 * 1024
 #: How often a question at the terminal looks for an answer, in seconds.
 _LOOK_S = 0.05
+
+
+def check_function(rule: Rule) -> None:
+    """Import the function that a rule asks, if it asks one.
+
+    Raises:
+        InvalidRules: it cannot be imported.
+    """
+    if isinstance(rule.ask, Ask) and rule.ask.function:
+        _imported(rule.ask.function, rule.name)
 
 
 def asker(rule: Rule, client: Client, terminal: Terminal) -> Asker:
@@ -64,8 +74,8 @@ def _imported(path: str, rule: str) -> Callable[[Alarm], Any]:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidRules(rule, "ask.function", f"{path}: {error}") from error
+    except Exception as error:  # whatever the module raises
+        raise InvalidRules(rule, "ask.function", f"{path}: {str(error) or type(error).__name__}") from error
     if not callable(function):
         raise InvalidRules(rule, "ask.function", f"{path}: expected a function, got {type(function).__name__}")
     found: Callable[[Alarm], Any] = function

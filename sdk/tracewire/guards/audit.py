@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import stat
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from tracewire.errors import InvalidRules
 from tracewire_bus.bus import BusError
 from tracewire_bus.store.audit import MOST, AuditEntry, AuditLog
 from tracewire_bus.transport.errors import NotAllowed
@@ -18,7 +22,7 @@ from .alarm import Alarm
 if TYPE_CHECKING:
     from tracewire_bus.bus import Bus
 
-__all__ = ["AuditLine", "GuardAudit"]
+__all__ = ["AuditLine", "GuardAudit", "check_audit"]
 
 logger = logging.getLogger("tracewire")
 
@@ -55,11 +59,44 @@ class AuditLine(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
+def check_audit(path: str) -> None:
+    """Check that a guard can append to this file, or make it. Makes none. `""` stands for no file.
+
+    Raises:
+        InvalidRules: it cannot.
+    """
+    if not path:
+        return
+    try:
+        try:
+            is_folder, written = stat.S_ISDIR(os.stat(path).st_mode), path
+        except FileNotFoundError:
+            is_folder, written = False, os.path.dirname(path) or "."
+            os.stat(written)
+        if is_folder:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(written, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: str, error: OSError | ValueError) -> InvalidRules:
+    return InvalidRules("", "audit", f"{path!r}: {getattr(error, 'strerror', None) or error}")
+
+
 class GuardAudit:
-    """Writes the lines. `path` is the file's, or `""`."""
+    """Writes the lines. `path` is the file's, or `""`.
+
+    Raises:
+        InvalidRules: the file cannot be opened.
+    """
 
     def __init__(self, path: str, bus: Bus) -> None:
-        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        try:
+            self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        except (OSError, ValueError) as error:
+            raise _unusable(path, error) from error
         #: Whether the file took the last line not or not whole; whether the file ends with a part of a line.
         self._failing = self._torn = False
         self._log: AuditLog | None = AuditLog(bus)

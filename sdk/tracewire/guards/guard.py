@@ -21,8 +21,8 @@ from tracewire_bus.transport.errors import first_error
 
 from .acting import Acting, Guarding, patiently
 from .alarm import Alarm, Decision
-from .asking import Asker, Terminal, asker
-from .audit import AuditLine, GuardAudit
+from .asking import Asker, Terminal, asker, check_function
+from .audit import AuditLine, GuardAudit, check_audit
 from .following import FollowedTrace
 from .rules import Rules, read_rules
 
@@ -30,9 +30,20 @@ if TYPE_CHECKING:
     from tracewire.client import Client
     from tracewire_bus.store.lifecycle import Lifecycle
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "check_surroundings"]
 
 logger = logging.getLogger("tracewire")
+
+
+def check_surroundings(rules: Rules) -> None:
+    """Check what rules need of the machine: the functions that they ask, and the audit's file.
+
+    Raises:
+        InvalidRules: it has not all of it. The error names the rule and the field.
+    """
+    for rule in rules.rules:
+        check_function(rule)
+    check_audit(rules.audit)
 
 
 class Guard:
@@ -49,7 +60,8 @@ class Guard:
     to learn when the guard has begun.
 
     Raises:
-        InvalidRules: a rule is wrong. The error names the rule and the field.
+        InvalidRules: a rule is wrong, its function cannot be imported, or the audit's file cannot be written. The error
+            names the rule and the field.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class Guard:
     ) -> None:
         self.client = client
         self.rules = read_rules(rules)
+        check_surroundings(self.rules)
         session = client._session
         self.name = session.name if name is None else check_text("name", name)
         if not self.name:
@@ -103,6 +116,7 @@ class Guard:
             BusRefused: Redis does not allow what a guard needs (`tracewire acl guard`).
             UnknownWatchGroup: the group was removed.
             ClientClosed: the client was closed.
+            InvalidRules: the audit's file cannot be opened.
         """
         rules = self.rules
         overridden = type(self).decide is not Guard.decide

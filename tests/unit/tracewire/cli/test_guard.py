@@ -15,6 +15,7 @@ from tests.support.guards import alarms_of, audited, ended, guard_process
 from tests.support.scripted_engine import ScriptedEngine, acts, info, serving
 from tests.support.until import until
 from tracewire import Client
+from tracewire.cli.main import main
 from tracewire_bus.bus import Bus
 
 RULES = """
@@ -38,6 +39,39 @@ async def test_wrong_rules_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text(RULES)
     assert await command("guard", str(path), "--check") == 0
     assert "1 rules for tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--check",)], ids=["run", "check"])
+@pytest.mark.parametrize(
+    ("change", "audit", "says"),
+    [
+        (
+            ('do = "cancel"', 'ask = { function = "no_such_module:f" }'),
+            "",
+            "rule 'high', ask.function: no_such_module:f",
+        ),
+        (("", ""), "none/audit.jsonl", "audit: 'none/audit.jsonl': No such file or directory"),
+        (("", ""), ".", "audit: '.': Is a directory"),
+        (("since", 'audit = "none/a.jsonl"\nsince'), "", "audit: 'none/a.jsonl': No such file or directory"),
+    ],
+    ids=["function", "no folder", "a folder", "in the rules"],
+)
+def test_what_the_rules_need_is_checked_at_the_start(
+    change: tuple[str, str],
+    audit: str,
+    says: str,
+    more: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rules.toml"
+    path.write_text(RULES.replace(*change) if any(change) else RULES)
+    given = ("--audit", audit) if audit else ()
+    assert main(["guard", str(path), "--url", "redis://nowhere", *given, *more]) == 2
+    assert f"tracewire: {says}" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["rules.toml"]
 
 
 @pytest.mark.parametrize("dry", [False, True])

@@ -16,7 +16,7 @@ import pytest
 from tests.support.bus_engine import Stage
 from tracewire import Alarm, Client, Decision
 from tracewire.errors import InvalidRules
-from tracewire.guards.asking import Terminal, asker
+from tracewire.guards.asking import Terminal, asker, check_function
 from tracewire.guards.rules import Ask, Rule
 
 ALARM = Alarm(trace_id="t", model="m", rule="r", save="s", token=7, value=2.5, text="so far")
@@ -55,6 +55,21 @@ async def test_functions_are_called_async_or_not(
         with pytest.raises(InvalidRules, match=said) as caught:
             asker(rule(Ask(function=path)), client, Terminal())
         assert (caught.value.rule, caught.value.field) == ("r", "ask.function")
+
+
+def test_a_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_judges_of_test.py").write_text("1 / 0")
+    (tmp_path / "torn_judges_of_test.py").write_text("def (")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for path, said in {
+        "raising_judges_of_test:f": "division by zero",
+        "torn_judges_of_test:f": "invalid syntax",
+    }.items():
+        with pytest.raises(InvalidRules, match=said) as caught:
+            check_function(rule(Ask(function=path)))
+        assert (caught.value.rule, caught.value.field) == ("r", "ask.function")
+    for nobody in (None, "terminal", Ask(http="http://nowhere")):
+        check_function(rule(nobody))
 
 
 class _Judge(BaseHTTPRequestHandler):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tracewire import Alarm
-from tracewire.guards.audit import AuditLine, GuardAudit
+from tracewire.errors import InvalidRules
+from tracewire.guards.audit import AuditLine, GuardAudit, check_audit
 from tracewire_bus.bus import Bus
 from tracewire_bus.store.audit import AuditLog
 from tracewire_bus.transport.errors import BusUnavailable, NotAllowed
@@ -49,6 +50,28 @@ async def test_a_bus_that_refuses_is_asked_once(bus: Bus, monkeypatch: pytest.Mo
     # The first was away, the second may not.
     assert len(asked) == 2
     audit.close()
+
+
+async def test_a_file_that_cannot_be_written_is_named(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, says in (
+        (str(tmp_path / "none" / "a.jsonl"), "No such file or directory"),
+        (str(tmp_path / "file" / "a.jsonl"), "Not a directory"),
+        (str(tmp_path), "Is a directory"),
+        ("a\0b", "null"),
+    ):
+        for refuse in (check_audit, lambda path: GuardAudit(path, bus)):
+            with pytest.raises(InvalidRules, match=f"audit: .*{says}"):
+                refuse(path)
+    for path in ("", str(tmp_path / "file"), str(tmp_path / "new")):
+        check_audit(path)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_this_user_may_not_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(InvalidRules, match="Permission denied"):
+        check_audit(str(tmp_path / "new"))
 
 
 class FullDisk:
