@@ -171,7 +171,7 @@ def test_what_is_refused_says_what_to_do(line: str, served: OperationsModel) -> 
     assert REFUSED[line](said)
 
 
-KEPT = "kept = [].save()\nfor step in tracer.iter[:]:\n"
+READS = "kept = [].save()\nfor step in tracer.iter[:]:\n"
 #: What a host sends in place of a call that it would refuse: a call that all requests' interventions would see.
 HOOKED = """
 import torch
@@ -186,8 +186,8 @@ for step in tracer.iter[:]:
 @pytest.mark.parametrize(
     "victim",
     [
-        KEPT + "    kept.append(model.model.layers[1].output.clone())\n",
-        KEPT + "    o = model.model.layers[1].output\n    o[:] = o + 3\n    kept.append(o.clone())\n",
+        READS + "    kept.append(model.model.layers[1].output.clone())\n",
+        READS + "    o = model.model.layers[1].output\n    o[:] = o + 3\n    kept.append(o.clone())\n",
     ],
     ids=["reads", "writes"],
 )
