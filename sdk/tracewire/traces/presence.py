@@ -102,9 +102,9 @@ class Presence:
         self._broken_at = bus.broken_at
         self._recoveries: dict[str, Recovery] = {}
         self._closed = False
-        #: Traces to cancel: the author, the reason, the owner that the record must name, and whether Redis was asked
-        #: once and did not know the trace.
-        self._to_cancel: dict[str, tuple[str, str, str, bool]] = {}
+        #: Traces to cancel: the author, the reason, the owner that the record must name (None: any), and whether Redis
+        #: was asked once and did not know the trace.
+        self._to_cancel: dict[str, tuple[str, str, str | None, bool]] = {}
 
     def guard(self, sending: Sending) -> None:
         """Submit a trace again if Redis loses it in an outage, until `unguard`, or for a minute."""
@@ -117,10 +117,10 @@ class Presence:
         """Stop guarding a trace: an engine has accepted it, or its caller has closed it."""
         self._guarded.pop(trace_id, None)
 
-    def cancel_when_back(self, trace_id: str, by: str, reason: str, owner: str) -> None:
+    def cancel_when_back(self, trace_id: str, by: str, reason: str, owner: str | None) -> None:
         """Cancel a trace as soon as Redis answers and if it has the trace, unless `do_not_cancel` is called before.
 
-        A trace whose record names another owner goes on.
+        A trace whose record names another owner than `owner` goes on; None stands for any.
         """
         self._to_cancel[trace_id] = by, reason, owner, False
         self._start_tasks()
@@ -256,7 +256,7 @@ class Presence:
             if trace_id not in self._to_cancel:
                 continue
             try:
-                if await self._bus.records.owner(trace_id) in (owner, None):
+                if owner is None or await self._bus.records.owner(trace_id) in (owner, None):
                     await self._bus.cancel(trace_id, by=by, reason=reason)
             except BusUnavailable:
                 raise

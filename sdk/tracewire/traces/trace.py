@@ -252,7 +252,9 @@ class Trace(EventStream[Item]):
 
     def _cancel_later(self, reason: str) -> None:
         """Have the client cancel the trace when Redis answers."""
-        self._session.presence.cancel_when_back(self.id, self._session.name, reason, self._owner)
+        # An engine that makes a lost record again names no owner.
+        owner = None if self._is_own else self._owner
+        self._session.presence.cancel_when_back(self.id, self._session.name, reason, owner)
 
     # --- control ------------------------------------------------------------------------------------------------------
 

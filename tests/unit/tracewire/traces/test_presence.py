@@ -171,6 +171,35 @@ async def test_a_submission_whose_reply_was_lost_is_cancelled_when_redis_answers
         assert "not confirmed" in final.message
 
 
+async def test_a_trace_that_is_left_in_an_outage_is_cancelled_though_its_record_was_made_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """By its engine, after Redis had lost the record: an engine names no owner."""
+    async with far(bus, tmp_path) as (way, client):
+        trace = client.trace("tiny", "hello")
+        await trace.start()
+        await bus.command("HDEL", bus.keys.record(trace.id), "o")
+        way.away = True
+        await way.cut()
+        await trace.aclose()
+        assert client._session.presence._to_cancel
+        way.away = False
+        await until(lambda: _is_cancelled(bus, trace.id))
+
+
+async def test_a_submission_in_doubt_cancels_no_trace_of_another_owner(bus: Bus, tmp_path: Path) -> None:
+    async with far(bus, tmp_path) as (way, client):
+        await client._session.presence.lease()
+        await bus.submit(Submission(trace="mine", model="tiny", invokes=[Invoke(prompt="x")]), owner="another")
+        cut_off(way)
+        trace = client.trace("tiny", "hello", trace_id="mine")
+        with pytest.raises(ConnectError):
+            await trace.start()
+        way.away = False
+        await until(lambda: not client._session.presence._to_cancel)
+        assert not await bus.records.ended("mine")
+
+
 async def test_a_submission_whose_reply_was_lost_runs_once_where_it_is_started_again(bus: Bus, tmp_path: Path) -> None:
     async with far(bus, tmp_path) as (way, client):
         await client._session.presence.lease()
