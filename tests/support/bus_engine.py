@@ -48,7 +48,7 @@ from tracewire_bus.wire.messages import (
 from tracewire_bus.wire.packing import unpack, wire
 from tracewire_bus.wire.refs import ArrayRef
 
-__all__ = ["BusEngine", "Script", "Stage", "engine_info", "tiny"]
+__all__ = ["BusEngine", "Script", "Stage", "engine_info", "steered_once", "tiny"]
 
 #: How long one wait for submissions lasts, in milliseconds; leaving the engine cancels it.
 BLOCK_MS = 1000
@@ -395,6 +395,15 @@ class BusEngine:
             await stage.final("cancelled", stage.cancelled)
         del self.stages[stage.trace]
         await self._bus.queue.done(self.info.model, stage.trace)
+
+
+async def steered_once(stage: Stage) -> None:
+    """A token, and the next once it is steered."""
+    await stage.accept()
+    await stage.output("one")
+    await stage.steered()
+    await stage.output(" two", finish_reason="stop")
+    await stage.final()
 
 
 async def tiny(stage: Stage) -> None:

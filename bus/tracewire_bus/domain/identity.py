@@ -351,7 +351,7 @@ class Keyring:
             self.write([*keys, key])
 
     def write(self, keys: list[Key]) -> None:
-        """Write the file with these keys. Who has read them from it does both within `changing`.
+        """Write the file with these keys. A caller that has read them from it does both within `changing`.
 
         Raises:
             KeyFileError: a key is malformed, or the file cannot be written.

@@ -1,10 +1,10 @@
 -- #include clock
 -- #include lifecycle
 -- Makes the record of a trace that is about to be queued.
--- KEYS: record. ARGV: trace, model, client, lease, deadline in ms from now or '', for
--- how many seconds to remember the record, for how many to keep the trace after its end or '', the id of the
--- submitter's key or '', whose the record is or '', then name, form and packed value of each live parameter. Returns 1 if the record is new and 0
--- if it exists; or the other model, if a trace of another model has this id.
+-- KEYS: record. ARGV: trace, model, client, lease, deadline in ms from now or '', for how many seconds to remember the
+-- record, for how many to keep the trace after its end or '', the id of the submitter's key or '', the record's owner or
+-- '', then name, form and packed value of each live parameter. Returns 1 if the record is new and 0 if it exists; or the
+-- other model, if a trace of another model has this id.
 local key = KEYS[1]
 local lifecycle_stream, deadlines = lifecycle.beside(key)
 local trace, model, client, lease, deadline, remember, retention, signer, owner = unpack(ARGV, 1, 9)

@@ -1,9 +1,9 @@
 """The traces that the lifecycle streams tell of, from the newest submission back.
 
 Redis keeps about 2000 lifecycle entries for each hash tag, for a day. The list has the traces whose submission is among
-them, with how far each had come by its last entry. A page of the list reads the streams back from
-where it begins. Where a trace has no end among these entries, its stream is read from there on, too, since later
-entries have the later states of a trace.
+them, with how far each had come by its last entry. A page of the list reads the streams back from its beginning. For a
+trace without an end among these entries, it reads the trace's stream from there on, too: later entries have the later
+states of a trace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import heapq
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-import anyio
 import anyio.lowlevel
 import msgspec
 

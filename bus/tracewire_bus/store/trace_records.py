@@ -227,7 +227,7 @@ class Records(RecordReads):
         )
 
     async def owner(self, trace: str) -> str | None:
-        """What the submission that has made a trace's record named as its owner; None without a record.
+        """The owner that the submission named by which a trace's record was made; None without a record.
 
         Raises:
             BusUnavailable: Redis does not answer.

@@ -18,7 +18,7 @@ from .server import Transport, discard
 __all__ = ["AfterOthers", "Link", "ahead_of", "ask_once", "pack_arguments", "pack_commands"]
 
 #: The time for the replies of one call, in seconds, after which the connection is closed. A reply may be large, and a
-#: script slow. Who cannot wait so long limits its call.
+#: script slow. A caller that cannot wait so long limits its call.
 COMMAND_S: Final = 30.0
 #: How often a link that awaits replies asks whether its server is still the right one, in seconds.
 WATCH_S: float = 1.0

@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 import anyio
-from msgspec import structs
+import msgspec
 
 from tracewire_bus.bus import Bus, BusError, Fenced, Taken
 from tracewire_bus.domain.limits import MAX_TRACE_ID
@@ -76,7 +76,9 @@ class Refusals:
         if own is None and len(self._undecided) < _MOST_UNDECIDED:
             fields = {name: value for name, value in entry.fields.items() if name != b"d"}
             until = anyio.current_time() + _HANDOVER_S
-            self._undecided[entry.trace] = _Undecided(structs.replace(entry, fields=fields), trace, failure, until)
+            self._undecided[entry.trace] = _Undecided(
+                msgspec.structs.replace(entry, fields=fields), trace, failure, until
+            )
             self._new.notify()
         elif own:
             await self._reject(entry, trace, failure)

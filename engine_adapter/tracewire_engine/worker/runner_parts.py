@@ -67,7 +67,7 @@ __all__ = ["RunnerParts"]
 
 #: The device memory for logits of recorded lenses, and for those that other lenses compute at once.
 _LOGITS_BYTES, _AT_ONCE = 128 << 20, 256 << 20
-#: What one logit takes: two bytes and four, or with a model in float32 four.
+#: The bytes of one logit: two and four, or with a model in float32 four.
 _LOGIT_BYTES = 6
 
 

@@ -10,12 +10,10 @@ import msgspec
 
 from tracewire.checks import check_count, check_text, is_entry_id, shown
 from tracewire.error_mapping import bus_errors, refusals
-from tracewire.errors import BusUnavailable, TraceRejected, TracewireError, UnknownDeadLetter
-from tracewire.traces.large import offload_large_arrays
+from tracewire.errors import TraceRejected, UnknownDeadLetter
 from tracewire.traces.model import Model, model_name
+from tracewire.traces.sending import Sending
 from tracewire.traces.whole_submission import whole_submission
-from tracewire_bus.transport.errors import BusError
-from tracewire_bus.transport.errors import BusUnavailable as Unanswered
 from tracewire_bus.wire.codec import NewerSchema, check_schema, decode_submission
 from tracewire_bus.wire.messages import REQUEST_SCHEMA, Submission
 from tracewire_bus.wire.signing import unwrap
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from tracewire.traces.session import Session
     from tracewire_bus.bus import Bus
     from tracewire_bus.store.dead_letters import DeadLetter as Letter
-    from tracewire_bus.wire.refs import ArrayRef
 
 __all__ = ["DeadLetter", "DeadLetters"]
 
@@ -67,14 +64,8 @@ class DeadLetter(msgspec.Struct, frozen=True):
         return cls(letter.id, letter.time, letter.model, letter.trace, letter.reason, submission, problem)
 
 
-def _new_id(letter: DeadLetter, bus: Bus) -> str:
-    return uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace_id}").hex
-
-
-async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str, stored: list[ArrayRef]) -> Submission:
+async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str) -> Submission:
     """The submission by which a client submits a dead letter again. Its trace id is new, and the same at each call.
-
-    `stored` gains the references to the large arrays that are sent for it.
 
     Raises:
         TraceRejected: the submission cannot be read.
@@ -84,14 +75,13 @@ async def _resubmission_of(letter: DeadLetter, bus: Bus, client: str, stored: li
         raise TraceRejected("submission", f"dead letter {letter.id} cannot be read: {letter.problem}")
     submission = msgspec.structs.replace(
         letter.submission,
-        trace=_new_id(letter, bus),
+        trace=uuid.uuid5(uuid.NAMESPACE_URL, f"tracewire:dead:{bus.keys.prefix}:{letter.id}:{letter.trace_id}").hex,
         # The first submitter may have ended, and no longer renews a lease.
         detach=True,
         lease="",
         client=client,
     )
-
-    return await offload_large_arrays(await whole_submission(submission, letter.trace_id, bus), bus, stored)
+    return await whole_submission(submission, letter.trace_id, bus)
 
 
 class DeadLetters:
@@ -177,17 +167,10 @@ class DeadLetters:
         found = DeadLetter.of(await self._found(id_))
         bus = self._session.open_bus()
         with bus_errors():
-            stored: list[ArrayRef] = []
-            try:
-                submission = await _resubmission_of(found, bus, self._session.name, stored)
-                model = await self._session.models.find(submission.model)
-                with refusals(submission.model, submission.trace):
-                    await bus.submit(submission, model.info.queue_limit, model.info.retention_s or None)
-            except (BusError, TracewireError) as error:
-                # A Redis that does not answer may have the trace.
-                if stored and not isinstance(error, BusUnavailable | Unanswered):
-                    await bus.blobs.remove(_new_id(found, bus), stored)
-                raise
+            submission = await _resubmission_of(found, bus, self._session.name)
+            model = await self._session.models.find(submission.model)
+            with refusals(submission.model, submission.trace):
+                await Sending(bus, submission).send(model.info.queue_limit, model.info.retention_s or None)
             await bus.dead_letters.drop(id_)
         return submission.trace
 

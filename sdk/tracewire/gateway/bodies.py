@@ -72,7 +72,7 @@ Items = Annotated[list[T], _FailFast()]
 
 
 def by_first_fault(is_right: Callable[[Any, Any], bool]) -> BeforeValidator:
-    """What leaves of an object only the first member that is wrong, if one is. pydantic has an error for each."""
+    """A validator that leaves of an object only the first wrong member: pydantic would have an error for each."""
 
     def shortened(value: Any) -> Any:
         for key, one in value.items() if isinstance(value, dict) else ():

@@ -1,4 +1,4 @@
-"""What a route does before it reads a request: it checks the key's right, and counts the values of the body."""
+"""Routes that check a key's right before they read a body, and count the body's values before they decode it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def _done(work: Callable[[], T], body: bytes) -> T:
 
 
 def count_values(body: bytes, *, openai: bool = False) -> None:
-    """Count the values of a JSON text without decoding it. What is no JSON is left to the decoder.
+    """Count the values of a JSON text without decoding it. The decoder refuses a text that is no JSON.
 
     Raises:
         Problem: it has more values, or more lists and objects, than a submission may have.
@@ -82,7 +82,7 @@ def count_values(body: bytes, *, openai: bool = False) -> None:
         quote = plain.find(b'"', at)
         end = quote if quote >= 0 else len(plain)
         containers += plain.count(b"[", at, end) + plain.count(b"{", at, end)
-        # What stands behind a comma or a colon, or first in a list or an object.
+        # A comma or a colon stands before each value but the first one of a list or an object.
         values += plain.count(b",", at, end) + plain.count(b":", at, end)
         if containers > MAX_CONTAINERS or values + containers > MAX_VALUES:
             raise Problem(

@@ -1,4 +1,4 @@
-"""A client's connection: what it may send before the gateway knows who it is, and how long it may take to."""
+"""A client's connection, with a bound on the bytes of a request's head and on the time that the head takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HttpConnection(HttpToolsProtocol):
         #: Whether a head is being read, and the bytes of its address and its whole headers.
         self._in_head = False
         self._size = 0
-        #: What has come since the parser told of the head's beginning.
+        #: The bytes that have come since the parser told of the head's beginning.
         self._partial = 0
         self._upgraded = False
 

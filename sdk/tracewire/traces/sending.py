@@ -23,7 +23,7 @@ __all__ = ["Sending", "new_owner"]
 
 
 class Sending:
-    """One submission, which may be sent several times.
+    """One submission, which may be sent several times. Large arrays of its interventions travel by `arrays`.
 
     Attributes:
         submission: with all of its arrays.
@@ -31,7 +31,7 @@ class Sending:
         asked: whether Redis may have it: it was asked at least once.
     """
 
-    def __init__(self, bus: Bus, submission: Submission, arrays: ReferredArrays, owner: str) -> None:
+    def __init__(self, bus: Bus, submission: Submission, arrays: ReferredArrays | None = None, owner: str = "") -> None:
         self._bus = bus
         self._arrays = arrays
         self._owner = owner
@@ -52,7 +52,9 @@ class Sending:
         try:
             await self._bus.memory.check_reserve()
             sent = await offload_large_arrays(self.submission, self._bus, stored)
-            referring = msgspec.structs.replace(sent, interventions=await self._arrays.store())
+            referring = sent
+            if self._arrays is not None:
+                referring = msgspec.structs.replace(sent, interventions=await self._arrays.store())
             self.asked = True
             is_own = await self._bus.submit(referring, queue_limit, retention_s, owner=self._owner)
         except (BusError, LimitExceeded) as error:

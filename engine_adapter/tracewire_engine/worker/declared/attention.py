@@ -80,7 +80,7 @@ class SiteGroup(Group):
         return [member.declaration.failure is None for member in self.members]
 
     def rows_where(self, kept: list[bool], device: torch.device) -> tuple[Any, torch.Tensor]:
-        """What selects the rows of the members that are kept, and the slot of each such row."""
+        """An index of the rows of the members that are kept, and the slot of each such row."""
         pairs = list(zip(self.members, self.rows.counts, kept, strict=True))
         slots = self.attention.pool.slots(id(member.declaration) for member, _, stays in pairs if stays)
         counts = [count for _, count, stays in pairs if stays]

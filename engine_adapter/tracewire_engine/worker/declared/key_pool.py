@@ -54,7 +54,7 @@ class KeyPool:
         """Give requests room for the keys of so many first positions of each, by `fit`.
 
         Raises:
-            ValueError: there is no such room. What the pool has stays as it was.
+            ValueError: there is no such room. The pool stays as it was.
         """
         slots, before = dict(self._slots), dict(self._lengths)
         self.slots(lengths)

@@ -106,7 +106,7 @@ class DecodedCache:
         self.vectors.autoencoders.release = self._clear
         self.vectors.dropped = self.vectors.autoencoders.choices.dropped = self._forget
         self._scaled = 0
-        #: What the caches of vectors have dropped since the decoding of interventions began; `None` between decodings.
+        #: The tensors that the caches of vectors have dropped since a decoding began; `None` between decodings.
         self._lost: list[torch.Tensor] | None = None
 
     def get(self, encoded: bytes, live: LiveRun) -> Decoded:

@@ -12,7 +12,7 @@ import pytest
 from anyio.abc import ByteStream
 from websockets.asyncio.client import connect
 
-from tests.support.bus_engine import Stage
+from tests.support.bus_engine import steered_once
 from tests.support.gateways import Served
 from tests.support.until import until
 from tracewire import Client
@@ -120,19 +120,10 @@ async def test_a_connection_is_kept_between_requests(guarded: Served) -> None:
             await until(lambda: waits(guarded))
 
 
-async def running(stage: Stage) -> None:
-    """A token, and the next once it is steered."""
-    await stage.accept()
-    await stage.output("one")
-    await stage.steered()
-    await stage.output(" two", finish_reason="stop")
-    await stage.final()
-
-
 async def test_streams_slow_bodies_and_sockets_outlast_the_time_of_a_head(
     engine: Engine, gateway: Callable[..., Any], client: Client
 ) -> None:
-    async with engine(running), gateway(head_s=0.1, keep_alive_s=0.1) as served, connected(served) as stream:
+    async with engine(steered_once), gateway(head_s=0.1, keep_alive_s=0.1) as served, connected(served) as stream:
         body = b'{"model": "tiny", "prompt": "x", "stream": true, "tracewire": {"live": {"alpha": 0.0}}}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         await stream.send(head + b"Content-Length: %d\r\n\r\n" % len(body))

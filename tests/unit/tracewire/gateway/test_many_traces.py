@@ -13,7 +13,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.support.bus_engine import Stage, tiny
+from tests.support.bus_engine import steered_once, tiny
 from tests.support.gateways import Served
 from tests.support.until import until
 from tracewire import Client
@@ -21,15 +21,6 @@ from tracewire.gateway import many_traces
 from tracewire.gateway.keys import entry_of
 
 Engine = Callable[..., Any]
-
-
-async def running(stage: Stage) -> None:
-    """A token, and the next once it is steered."""
-    await stage.accept()
-    await stage.output("one")
-    await stage.steered()
-    await stage.output(" two", finish_reason="stop")
-    await stage.final()
 
 
 class Page:
@@ -100,7 +91,7 @@ async def test_a_stream_goes_on_at_its_position(engine: Engine, served: Served, 
 
 
 async def test_what_is_stopped_sends_nothing_more(engine: Engine, served: Served, client: Client) -> None:
-    async with engine(running), opened(served) as page:
+    async with engine(steered_once), opened(served) as page:
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         await page.order("follow", id=1, trace=trace.id)
@@ -160,7 +151,7 @@ async def test_streams_are_limited(served: Served, monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(engine: Engine, served: Served, client: Client) -> None:
-    async with engine(running):
+    async with engine(steered_once):
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         async with opened(served) as page:

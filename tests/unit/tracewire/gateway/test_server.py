@@ -18,7 +18,7 @@ import pytest
 from websockets.protocol import CLOSING
 from websockets.server import ServerProtocol
 
-from tests.support.bus_engine import Stage
+from tests.support.bus_engine import steered_once
 from tests.support.redis.certificates import Certificates
 from tests.support.sse import events
 from tests.support.until import until
@@ -68,22 +68,13 @@ def test_tls_options_come_together(given: dict[str, str]) -> None:
         Server(Settings(url="redis://localhost"), Binding(port=0, **{name: Path(one) for name, one in given.items()}))
 
 
-async def running(stage: Stage) -> None:
-    """A token, and the next once it is steered."""
-    await stage.accept()
-    await stage.output("one")
-    await stage.steered()
-    await stage.output(" two", finish_reason="stop")
-    await stage.final()
-
-
 LIVE = {"live": {"alpha": 0.0}}
 
 
 async def test_requests_that_run_may_end_and_no_new_ones_begin(
     engine: Engine, gateway: Callable[..., Any], client: Client
 ) -> None:
-    async with engine(running), gateway(drain_s=60.0) as served, served.openai() as api, served.http() as http:
+    async with engine(steered_once), gateway(drain_s=60.0) as served, served.openai() as api, served.http() as http:
         assert (await http.get("/readyz")).json() == {"status": "ok", "models": ["tiny"]}
         stream = await api.completions.create(model="tiny", prompt="x", stream=True, extra_body={"tracewire": LIVE})
         trace_id = (await anext(stream)).tracewire["trace_id"]
@@ -100,7 +91,7 @@ async def test_requests_that_run_may_end_and_no_new_ones_begin(
 
 
 async def test_a_second_interrupt_waits_for_nothing(engine: Engine, gateway: Callable[..., Any]) -> None:
-    async with engine(running), gateway(drain_s=600.0) as served, served.openai() as api:
+    async with engine(steered_once), gateway(drain_s=600.0) as served, served.openai() as api:
         stream = await api.completions.create(model="tiny", prompt="x", stream=True, extra_body={"tracewire": LIVE})
         await anext(stream)
         served.server.handle_exit(signal.SIGINT, None)
@@ -115,7 +106,7 @@ async def test_a_second_interrupt_waits_for_nothing(engine: Engine, gateway: Cal
 async def test_a_stream_ends_with_its_place_and_goes_on_at_another_gateway(
     engine: Engine, gateway: Callable[..., Any], client: Client
 ) -> None:
-    async with engine(running), gateway() as other:
+    async with engine(steered_once), gateway() as other:
         async with gateway() as served, served.openai() as api:
             attached, detached = [
                 await api.completions.create(

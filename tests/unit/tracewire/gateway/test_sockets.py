@@ -12,7 +12,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Response
 
-from tests.support.bus_engine import Stage
+from tests.support.bus_engine import steered_once
 from tests.support.gateways import Served
 from tests.support.until import until
 from tracewire import Client, RetryableError
@@ -20,15 +20,6 @@ from tracewire.gateway.keys import entry_of
 from tracewire_bus.domain.limits import MAX_CONTAINERS
 
 Engine = Callable[..., Any]
-
-
-async def running(stage: Stage) -> None:
-    """A token, and the next once it is steered."""
-    await stage.accept()
-    await stage.output("one")
-    await stage.steered()
-    await stage.output(" two", finish_reason="stop")
-    await stage.final()
 
 
 def socket(served: Served, trace_id: str, key: str = "", query: str = "") -> Any:
@@ -57,7 +48,7 @@ async def received(connection: ClientConnection) -> AsyncIterator[str | bytes]:
 
 
 async def test_events_come_down_and_steering_goes_up(engine: Engine, served: Served, client: Client) -> None:
-    async with engine(running):
+    async with engine(steered_once):
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         async with socket(served, trace.id) as connection:
@@ -89,7 +80,7 @@ async def test_events_come_down_and_steering_goes_up(engine: Engine, served: Ser
 
 
 async def test_a_trace_is_cancelled(engine: Engine, served: Served, client: Client) -> None:
-    async with engine(running):
+    async with engine(steered_once):
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         async with socket(served, trace.id) as connection:
@@ -105,7 +96,7 @@ async def test_a_trace_is_cancelled(engine: Engine, served: Served, client: Clie
 async def test_a_client_that_leaves_ends_nothing_but_the_reading(
     engine: Engine, served: Served, client: Client
 ) -> None:
-    async with engine(running):
+    async with engine(steered_once):
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         async with socket(served, trace.id) as connection:
@@ -116,7 +107,7 @@ async def test_a_client_that_leaves_ends_nothing_but_the_reading(
 
 
 async def test_a_gateway_that_stops_goes_away(engine: Engine, gateway: Callable[..., Any], client: Client) -> None:
-    async with engine(running):
+    async with engine(steered_once):
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         async with gateway() as served, socket(served, trace.id) as connection:
@@ -175,7 +166,7 @@ async def test_keys_and_rights_count(
     file.write_text(
         entry_of("reader", "r", frozenset({"read"}), "") + entry_of("red", "red", frozenset({"read"}), "red")
     )
-    async with engine(running), gateway(keys=file) as served:
+    async with engine(steered_once), gateway(keys=file) as served:
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             await trace.accepted()
         for key, status in (("", 401), ("wrong", 401), ("red", 404)):
@@ -194,7 +185,7 @@ async def test_orders_count_against_the_limits_of_their_key(
     file = tmp_path / "keys.toml"
     limits = "requests_per_minute = 3\nbody_bytes = 200\n"
     file.write_text(entry_of("alice", "alice", frozenset({"read", "steer"}), "") + limits)
-    async with engine(running), gateway(keys=file) as served:
+    async with engine(steered_once), gateway(keys=file) as served:
         async with client.trace("tiny", "x", live={"alpha": 0.0}, detach=True) as trace:
             # No event comes after that, but the replies.
             assert (await anext(trace)).text == "one"

@@ -1,4 +1,4 @@
-"""What a client sends of a submission, what stays of it if the bus refuses it, and whose trace it is."""
+"""A submission on its way: its arrays, the rest of it in Redis if the bus refuses it, and the owner of its trace."""
 
 from __future__ import annotations
 

@@ -186,35 +186,37 @@ export class ListView {
     const filters = { limit: PAGE };
     if (this.state.value) filters.state = this.state.value;
     if (this.next) filters.before = this.next;
-    const load = this.loads;
     let found;
     do {
-      try {
-        found = await this.ask(filters);
-      } catch (problem) {
-        this.fail(problem);
-        return;
-      }
-      if (load !== this.loads) return;
+      found = await this.ask(filters);
+      if (!found) return;
       // A page without a trace has looked through many that do not fit, and the next one goes on.
       filters.before = found.next;
     } while (!found.data.length && found.next);
-    this.problem.hidden = true;
     for (const trace of found.data) if (!this.rows.has(trace.id)) this.body.append(this.row(trace).element);
     this.next = found.next ?? null;
     this.more.hidden = !this.next;
     this.tellEmpty();
   }
 
-  /** A page of the list, with what has happened to its traces while it was on its way. */
+  /**
+   * A page of the list, with the changes of its traces while it was on its way. Null if the gateway refuses it, which
+   * the list shows, and if the list is read anew meanwhile.
+   */
   async ask(filters) {
+    const load = this.loads;
     const events = [];
     this.asked.add(events);
     try {
       const found = await api.traces(filters);
+      if (load !== this.loads) return null;
       const byId = new Map(found.data.map((trace) => [trace.id, trace]));
       for (const event of events) if (byId.has(event.trace_id)) changed(byId.get(event.trace_id), event);
+      this.problem.hidden = true;
       return found;
+    } catch (problem) {
+      this.fail(problem);
+      return null;
     } finally {
       this.asked.delete(events);
     }
@@ -222,17 +224,9 @@ export class ListView {
 
   /** Read the first page again: the watch has opened, and does not have what happened before. */
   async refresh() {
-    const load = this.loads;
     const filters = this.state.value ? { limit: PAGE, state: this.state.value } : { limit: PAGE };
-    let found;
-    try {
-      found = await this.ask(filters);
-    } catch (problem) {
-      this.fail(problem);
-      return;
-    }
-    if (load !== this.loads) return;
-    this.problem.hidden = true;
+    const found = await this.ask(filters);
+    if (!found) return;
     let above = null;
     for (const trace of found.data) {
       const row = this.rows.get(trace.id) ?? this.row(trace);
